@@ -82,10 +82,10 @@ def by_tensor_degree(family: str, pipeline: int) -> dict[int, list[Cell]]:
 
 def layouts_of(family: str) -> list[Cell]:
     from shardwise.config.load import load_config
-    from shardwise.verify.layouts import layout_candidates
+    from shardwise.verify.layouts import layouts_to_verify
 
     chosen = {"parallel.schedule": None, "train.recompute": None, "optimizer.zero": [0, 1]}
-    return layout_candidates(load_config(parity.FAMILIES[family], []), "cpu", parity.RANKS, chosen)
+    return layouts_to_verify(load_config(parity.FAMILIES[family], []), "cpu", parity.RANKS, chosen)
 
 
 def verify_bits(family: str, cells: Sequence[Cell], overrides: str) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def figures(recompute: str, device: torch.device, tokens: int, ranks: int, passe
         block = model.layers[0]
         x = torch.randn(tokens // ranks, 1, 4096, dtype=torch.bfloat16, device=device).requires_grad_()
         dy = torch.randn_like(x)
-        context = blocks.Context(rotary_tables={None: model.rotary.tables(tokens, x)})
+        context = blocks.BlockContext(rotary_tables={None: model.rotary.tables(tokens, x)})
         kept = [x, dy, *context.rotary_tables[None]]
         for parameter in block.parameters():
             parameter.grad_dtype = torch.float32

@@ -62,10 +62,10 @@ def _tokenizer() -> str:
 
 def encode(method: str, path: str) -> None:
     """In a process of its own: the batch encoder alone, on texts that are in memory and on all cores."""
-    from shardwise.base import hub
     from shardwise.data.tokens.tokenizer import Tokenizer
+    from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
-    backend = Tokenizer.load(hub.resolve_tokenizer(_tokenizer()))._backend
+    backend = Tokenizer.load(resolve_tokenizer(_tokenizer()))._backend
     call = getattr(backend, method)
     tokens, seconds, cpu = 0, 0.0, 0.0
     with Path(path).open("rb") as file:

@@ -16,7 +16,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh, join
 from shardwise.distributed.placement import Init
 from shardwise.layers.linear import ColumnParallelLinear, LayerOptions
-from shardwise.models.blocks import Context, LayerFactory, ModelPart
+from shardwise.models.blocks import BlockContext, LayerFactory, ModelPart
 from shardwise.models.llama import LlamaBlock
 from shardwise.models.rotary import Rotary
 
@@ -85,7 +85,7 @@ def measure(size: dict[str, int], sequence_parallel: bool, rounds: int) -> dict[
     separate = separated(config, LlamaBlock(config, 0, factory), sequence_parallel, options)
     shape = (size["sequence"] // (mesh.tp.size if sequence_parallel else 1), size["batch"], config.hidden_size)
     x, dy = torch.randn(shape).requires_grad_(), torch.randn(shape)
-    context = Context(rotary_tables={None: Rotary(config).tables(size["sequence"], x)})
+    context = BlockContext(rotary_tables={None: Rotary(config).tables(size["sequence"], x)})
     with torch.no_grad():
         expected = merged(x, context)
         difference = float((expected - separate(x, context)).abs().max() / expected.abs().max())

@@ -50,14 +50,14 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
     """Seconds from each step to the next on this rank, of steps with no metrics and with full ones."""
     from shardwise.config import load_config
     from shardwise.train import run as training
-    from shardwise.train.step_meters import StepClock
+    from shardwise.train.step_meters import StepMeter
     from shardwise.train.trainer import Trainer
 
     keys = ["train.eval_every=0", "log.sample_tokens=0", "log.drift_every=0", "checkpoint.every_minutes=null"]
     size = int(os.environ["WORLD_SIZE"])
     keys += [f"train.steps={STEPS}", "log.every=1", f"parallel.tensor={size}", "parallel.pipeline=1"]
     began: list[float] = []
-    step, begin = Trainer.step, StepClock.begin
+    step, begin = Trainer.step, StepMeter.begin
 
     def is_full() -> bool:
         return len(began) % 2 == 0
@@ -66,7 +66,7 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
         began.append(time.perf_counter())
         return step(self, *arguments)
 
-    def begin_if_full(self: StepClock, *, measures: bool) -> None:
+    def begin_if_full(self: StepMeter, *, measures: bool) -> None:
         if is_full():
             begin(self, measures=measures)
         else:
@@ -75,7 +75,7 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
     os.chdir(folder)
     with (
         patch.object(Trainer, "step", noted),
-        patch.object(StepClock, "begin", begin_if_full),
+        patch.object(StepMeter, "begin", begin_if_full),
         patch.object(Trainer, "is_logged", lambda *_: is_full()),
     ):
         training.run(load_config(recipe, [*keys, "parallel.schedule=1f1b"]), Path("runs/measured"), recipe)

@@ -68,11 +68,11 @@ def texts() -> dict[str, Any]:
     """The facts of packed texts by their names and sequence lengths, with the documents cut that would have fitted."""
     from dataclasses import asdict
 
-    from shardwise.base import hub
     from shardwise.data.samples.packing import PackedSamples
     from shardwise.data.tokens.tokenizer import Tokenizer
+    from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
-    tokenizer = Tokenizer.load(hub.resolve_tokenizer(_tokenizer()))
+    tokenizer = Tokenizer.load(resolve_tokenizer(_tokenizer()))
     sources = {}
     if "BENCH_TEXT" in os.environ:
         articles = _documents()

@@ -16,7 +16,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from_sections
 from shardwise.models.flops import flops_per_token
 from shardwise_plan.device_seconds import DeviceConstants, shipped_constants
-from shardwise_plan.device_specs import Cluster, Device, Link, load_device
+from shardwise_plan.device_specs import Cluster, Device, DeviceLink, load_device
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.step_time import StepTime, step_time
 
@@ -350,9 +350,9 @@ def _cluster(source: str, gpu: str, devices: int) -> Cluster:
     assert name is not None
     device: Device = load_device(name)
     if "bigscience" in source:
-        device = replace(device, network=Link(_JEAN_ZAY / shipped_constants().network, 10e-6, "fat tree"))
+        device = replace(device, network=DeviceLink(_JEAN_ZAY / shipped_constants().network, 10e-6, "fat tree"))
     if "vTrain" in source:  # `inter_node_bandwidth` of its configurations: 800 Gb/s for 8 devices
-        device = replace(device, network=Link(12.5e9, 10e-6, "fat tree"))
+        device = replace(device, network=DeviceLink(12.5e9, 10e-6, "fat tree"))
     per_node = min(device.per_node, devices)
     return Cluster(device, -(-devices // per_node), per_node)
 

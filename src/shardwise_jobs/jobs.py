@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
-from shardwise.runs.events import how_it_ended, last_event, seconds_of
+from shardwise.runs.events import ending_text, last_event, seconds_of
 from shardwise.runs.folder import RunLock
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.restarts import AttemptEnding, history, record
@@ -102,8 +102,8 @@ def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | Non
     )
 
 
-def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
-    """Divide the time of a job: the share in which steps were taken that are part of the result, and the losses.
+def job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
+    """Divide the time of a submitted job: the share in which steps were taken that are in the result, and the losses.
 
     A step that is done again counts once. Between the starts the job waits in the queue, which is not counted.
 
@@ -172,5 +172,5 @@ def cancel_waiting_jobs(run_path: Path) -> dict[str, str]:
         record(run_path, AttemptEnding("cancelled", job.id, requeues=0, nodes=job.nodes, began=time.time()))
         activity = "compiled for the run" if kinds[job.id] == "compile" else "was about to train"
         activity = "waited in SLURM's queue" if job.state == "PENDING" else activity
-        texts[job.id] = f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}"
+        texts[job.id] = f"job {job.id}, which {activity}, is cancelled{ending_text(run_path)}"
     return texts

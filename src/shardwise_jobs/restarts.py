@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.parsing import record_instances
 from shardwise.runs.folder import JsonLines
+from shardwise.runs.json_records import record_instances
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed", "cancelled"]
 _NOT_FINITE = "must be finite"

@@ -228,7 +228,7 @@ def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEO
 
 @dataclass(frozen=True)
 class Allocation:
-    """The machines of the SLURM job that this process belongs to.
+    """The machines that SLURM has given to the job of this process.
 
     Attributes:
         job: number of the job in SLURM.
@@ -246,7 +246,7 @@ class Allocation:
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
-    """Read the job from its environment; ConfigError: this process belongs to no job of SLURM."""
+    """Read the machines of this job of SLURM from its environment; ConfigError: this process belongs to none."""
     from shardwise.launch.external_launchers import first_name
 
     if "SLURM_JOB_ID" not in variables:
@@ -260,3 +260,10 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
         first=first_name(variables.get("SLURM_JOB_NODELIST", "")),
         ends=float(ends) if ends.isdecimal() else _end_of_time_limit(variables["SLURM_JOB_ID"]),
     )
+
+
+def device_memory(kind: str) -> int | None:
+    """Bytes of an accelerator by SLURM's name of its type, such as `h100`; None where several sizes were sold."""
+    gigabytes = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
+    size = gigabytes.get(kind.lower())
+    return None if size is None else size * 10**9

@@ -13,16 +13,16 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import write_atomic
-from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import record_instances
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
-from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
+from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank
 from shardwise.estimates.memory_choice import fitted_to_memory
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
+from shardwise.runs.json_records import record_instances
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
+from shardwise_jobs.slurm_commands import device_memory
 
 RECIPE = "recipe.yaml"
 SCRIPT = "job.sh"
@@ -72,10 +72,10 @@ def reserved(launch: LaunchConfig) -> str | None:
     return slurm_commands.accelerators_per_node(launch.partition)
 
 
-def check_counts(
+def check_node_counts(
     config: Config, nodes: tuple[int, int], ranks: int, with_batch: Callable[[Config, int], Config]
 ) -> tuple[Layout, list[str]]:
-    """Return the layout on the most nodes of a job, and notes on numbers of nodes that cannot be filled.
+    """Check the numbers of nodes of a job before it is submitted; returns the layout on the most nodes, and notes.
 
     Raises:
         ConfigError: the layout fills no number of the nodes, or none up to the fewest.
@@ -184,6 +184,8 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
         )
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
+        from shardwise_plan.prediction_text import too_large_text
+
         raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))
 
 

@@ -30,7 +30,7 @@ from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
-from shardwise.runs.events import first_step, last_step, newest_checkpoint
+from shardwise.runs.events import first_step, last_recorded_step, newest_checkpoint
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 from shardwise_jobs.restarts import AttemptEnding, Decision, How, decide, history, record
@@ -199,7 +199,7 @@ class Supervisor:
         """Make the record of an ending, with what the run's folder tells of it; `facts` are further fields."""
         allocation = self.allocation
         known = {"began": time.time(), "requeues": allocation.requeues, "step": 0} | facts
-        known["step"] = max(known["step"], last_step(self.run_path))
+        known["step"] = max(known["step"], last_recorded_step(self.run_path))
         checkpoint = newest_checkpoint(self.run_path)
         return AttemptEnding(how, allocation.job, nodes=self.nodes, checkpoint=checkpoint, **known)
 

@@ -114,14 +114,14 @@ def strided_passes(device: Device, c: DeviceConstants, elements: float, size: fl
 
 @dataclass(frozen=True)
 class LinkedRanks:
-    """Ranks of a planned cluster that communicate over its links: their number, and that of those inside a node."""
+    """Ranks of a collective whose seconds are predicted: their number, and that of those inside a node."""
 
     ranks: int
     inside: int
 
 
 def linked_ranks(ranks: int, stride: int, per_node: int) -> LinkedRanks:
-    """Return the ranks of a planned cluster that are `stride` apart, on nodes with `per_node` of them."""
+    """Return the ranks of a predicted collective: `stride` apart, on nodes with `per_node` of them."""
     return LinkedRanks(ranks, min(ranks, max(1, per_node // stride)))
 
 

@@ -19,8 +19,9 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
+from shardwise.base.parsing import parse_yaml
 from shardwise.base.prices import Price
-from shardwise.config import DtypeName, Matmul, parse_yaml
+from shardwise.config import DtypeName, Matmul
 from shardwise.estimates.device_peaks import DEVICE_FILES
 
 _ALIASES = {"a100": "a100-80gb"}
@@ -130,8 +131,8 @@ class Reliability:
 
 
 @dataclass(frozen=True)
-class Link:
-    """A planned device's link to another one: bandwidth, latency and topology.
+class DeviceLink:
+    """The specs of a device's link to another one: bandwidth, latency and topology.
 
     Attributes:
         bandwidth: bytes a second in one direction.
@@ -187,8 +188,8 @@ class Device:
     matmul_share: float
     processors: int
     per_node: int
-    node: Link
-    network: Link | None
+    node: DeviceLink
+    network: DeviceLink | None
     figures: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     is_accelerator: bool = True
     is_cuda: bool = False
@@ -225,7 +226,7 @@ class Device:
             )
         return self.fp8
 
-    def require_network(self) -> Link:
+    def require_network(self) -> DeviceLink:
         """Return the link to a device of another machine; ConfigError: its rate is unknown."""
         if self.network is None:
             raise ConfigError(
@@ -386,8 +387,8 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         key=device_key,
         name=str(flat["name"]),
         **fields[""],
-        node=Link(**fields["node"], topology=str(flat["node_link.topology"])),
-        network=Link(**fields["network"], topology=str(flat["network.topology"])) if has_network else None,
+        node=DeviceLink(**fields["node"], topology=str(flat["node_link.topology"])),
+        network=DeviceLink(**fields["network"], topology=str(flat["network.topology"])) if has_network else None,
         figures=flat,
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.layout import pipeline_rank_of
 from shardwise.config.pipeline_schedule_specs import rounds_of_step
 from shardwise.pipeline.action_order import ORDERS, AlternatingOrder, VShapedOrder
+from shardwise.pipeline.partition import pipeline_rank_of
 from shardwise.pipeline.timeline import StageTimes, timeline
 
 Integers = npt.NDArray[np.int64]

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.base import units
+from shardwise.base.errors import see
 from shardwise.config import Config, Layout, tokens_of_run
-from shardwise.estimates.memory import RESERVED, too_large_text
+from shardwise.estimates.memory import RESERVED
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster, pipeline_warnings
 from shardwise_plan.plan import Plan, predict_layout
@@ -32,7 +33,7 @@ def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
     time = plan.time
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     return [
-        ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
+        ("step", f"{step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", time.shares()),
         ("  all steps", units.duration(plan.seconds)),
         (
@@ -79,3 +80,20 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "currency": None if price is None else price.currency,
         "kilowatt_hours": plan.kilowatt_hours,
     }
+
+
+def step_duration(seconds: float) -> str:
+    """Seconds of a step, with the four digits that tell alike layouts apart: `18.99 ms`, `2.612 s`, `1 min 05 s`."""
+    if seconds >= 59.95:
+        return units.duration(seconds)
+    number, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
+    return f"{number:#.4g}".rstrip(".") + f" {unit}"
+
+
+def too_large_text(needed: float, memory: float, device: str) -> str:
+    """The message where the planned memory of a rank exceeds that of its device."""
+    return (
+        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
+        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
+        f"train.recompute=full{see('runs#model-does-not-fit')}"
+    )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
-from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
+from shardwise.config import DTYPE_BYTES, Config, Layout, ParallelConfig, Schedule
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import activation_bytes
 from shardwise.estimates.memory import MemoryEstimate, estimated_memory, messages_of_a_micro_batch
 from shardwise.estimates.memory_choice import memory_candidates
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.step_peak import blocks_in_flight
-from shardwise.models.parameter_counts import LocalWidths, elements_of_block, kinds_of_blocks, owned_elements
+from shardwise.estimates.sharding import owned_elements
+from shardwise.estimates.step_peak import PassBytes, step_peak
+from shardwise.models.parameter_counts import LocalWidths, count_blocks, elements_of_block
+from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.partition import stage_plan
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import LayoutChoice, with_compiled_blocks
@@ -40,7 +42,7 @@ class LeastMemory:
         micro_batches = _shorter_step(
             layout, self._config.train.global_batch // (choice.micro_batch * layout.data), choice.schedule
         )
-        blocks = blocks_in_flight(choice.schedule, layout.pipeline, stages, micro_batches)
+        blocks = _blocks_in_flight(choice.schedule, layout.pipeline, stages, micro_batches)
         return self.state(choice, layout, sum(stages)) + blocks * self._kept_by_a_block(choice, layout)
 
     def state(self, choice: LayoutChoice, layout: Layout, blocks: int | None = None) -> float:
@@ -56,7 +58,7 @@ class LeastMemory:
         precision = self._precision
         model = self._config.known_shapes
         block = partial(elements_of_block, model, layout.tensor, LocalWidths.on(layout, model))
-        kinds = [routing for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))]
+        kinds = [routing for routing, _ in count_blocks(model, range(model.num_hidden_layers))]
         smallest = min(kinds, key=lambda routing: block(routing).total())
         counted = block(smallest), block(smallest, True)
         owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in counted)
@@ -109,7 +111,7 @@ def _shorter_step(layout: Layout, micro_batches: int, schedule: Schedule) -> int
 
 
 def short_step_memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> MemoryEstimate:
-    """Return the memory of the pipeline rank that needs most, or of the first one that needs more than `limit` bytes.
+    """Return, for a search, the memory of the rank that needs most, or of the first that needs more than `limit` bytes.
 
     It is computed for a shorter step if the step is long; messages, which are held for all micro-batches, are added.
 
@@ -136,3 +138,17 @@ def short_step_memory(config: Config, layout: Layout, cluster: Cluster, limit: f
         if estimates[-1].total > limit:
             break
     return max(estimates, key=lambda memory: memory.total)
+
+
+@cache
+def _blocks_in_flight(schedule: Schedule, pipeline: int, stages: tuple[int, ...], micro_batches: int) -> int:
+    """Return the most blocks of the first pipeline rank that keep a micro-batch at a time; `stages`: blocks of each."""
+    parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule, virtual_stages=len(stages))
+    # Halves of backward passes keep blocks for longer, so that whole ones are a bound for both.
+    order = action_order(parallel, micro_batches, 0, "full")
+    numbers = sorted({action.stage for action in order})
+    passes = {
+        number: PassBytes(kept=blocks, loss=0, loss_kept=0, backward=0, last=0, waiting=0, reduction=0)
+        for number, blocks in zip(numbers, stages, strict=True)
+    }
+    return step_peak(order, passes, micro_batches).activations

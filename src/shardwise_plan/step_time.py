@@ -16,13 +16,8 @@ from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, OptimizerConfig, Precision
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import (
-    LocalWidths,
-    block_matrix_shapes,
-    elements_by_ranks,
-    kinds_of_blocks,
-    owned_elements,
-)
+from shardwise.estimates.sharding import owned_elements
+from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, count_blocks, elements_by_ranks
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
@@ -254,7 +249,7 @@ def stage_works(
     works: list[_StageWork] = []
     alike: dict[tuple[object, ...], _StageWork] = {}
     for stage in stage_plan(config, layout):
-        kinds = kinds_of_blocks(model, stage.layers)
+        kinds = count_blocks(model, stage.layers)
         key = (stage.is_first, stage.is_last, kinds)
         if key not in alike:
             blocks = [

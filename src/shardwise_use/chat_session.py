@@ -21,7 +21,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.pipeline.stages import Stages
 from shardwise.train.rank_agreement import agree_to_stop
 from shardwise_use.generation import GenerativeModel, Prompt, TokenReader, answer_prompt, open_token_reader
-from shardwise_use.inference_jobs import join_mesh, load_generator
+from shardwise_use.inference_jobs import inference_mesh, load_generator
 
 _LONGEST_WAIT = 20.0
 """Seconds for which rank 0 waits for the person before it tells the other ranks that there is no request yet."""
@@ -156,7 +156,7 @@ def run_chat_session(
     config: Config, weights: Root, transcript: ChatTranscript, stops: Collection[int], channel: Connection | None
 ) -> None:
     """Hold a conversation with the model of a folder, on every rank, until the channel is closed."""
-    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
+    with inference_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
         reader = open_token_reader(model, mesh, transcript.window, parallel=config.parallel)
         _ChatSession(model, mesh, config.parallel, reader, transcript, stops, channel).run()

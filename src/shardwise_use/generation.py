@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, ParallelConfig
-from shardwise.config.layout import pipeline_rank_of
 from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
@@ -30,6 +29,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.layers.units import unit_roots
 from shardwise.models.blocks import KeyValueCache, gives_losses
 from shardwise.models.causal import CausalLM
+from shardwise.pipeline.partition import pipeline_rank_of
 from shardwise.pipeline.stages import Stages, relay
 from shardwise.train.rank_agreement import agree_to_stop
 
@@ -151,7 +151,7 @@ class _Cached:
                 logits_BV = out
             return out
 
-        with without_sequence_parallelism(self._model):
+        with token_by_token(self._model):
             relay(self._model, self._parallel, self._mesh, compute, [(len(ids), 1) for ids in chunks])
         return None if logits_BV is None else logits_BV[0].float()
 
@@ -192,8 +192,8 @@ class _Uncached:
 
 
 @contextmanager
-def without_sequence_parallelism(model: nn.Module) -> Iterator[None]:
-    """Generate text inside without sequence and context parallelism: one token cannot be cut. The weights stay."""
+def token_by_token(model: nn.Module) -> Iterator[None]:
+    """Generate text inside token by token, without sequence and context parallelism: one token cannot be cut."""
     switches = [
         (module, name)
         for module in model.modules()
@@ -407,7 +407,7 @@ def draw_sample(
     *,
     in_step: bool = False,
 ) -> _SampleText:
-    """Let the trained model continue a prompt, until any rank is asked to stop; collective over the mesh.
+    """Generate a sample text from a prompt in a training, until any rank is asked to stop; collective over the mesh.
 
     There is no text where `log.sample_tokens` is 0, without a tokenizer, and for a model that gives no logits of the
     next token. `reason_to_stop` returns this rank's reason to stop, or None. `in_step`: all replicas must make the same

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, DataError, RunError
 from shardwise.checkpoint.format.manifest import MANIFEST
-from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
+from shardwise.checkpoint.load_weights import load_checkpoint_weights, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, ParallelConfig, check_layout
 from shardwise.data.evaluation_sets import vocabulary_byte_counts
@@ -26,13 +26,13 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave
 from shardwise.pipeline.stages import Stages, build_stages
-from shardwise.train.evaluation_losses import Evaluation, evaluate
+from shardwise.train.evaluation_losses import EvaluationLosses, evaluate
 from shardwise_use.generation import Continuation, GenerativeModel, Prompt, answer_prompt
 
 
-def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = False) -> Evaluation:
-    """Evaluate the model of a folder on one part of the data, on every rank."""
-    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
+def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = False) -> EvaluationLosses:
+    """Run `shardwise evaluate` on every rank: the model of a folder on one part of the data."""
+    with inference_mesh(config.parallel, config.train.micro_batch) as mesh:
         # A part that is smaller than one training sample can be evaluated.
         data = prepare_data(config, any_size=True)
         batches = make_evaluation_batches(config, data, part)
@@ -51,7 +51,7 @@ def run_generation(
     config: Config, weights: Root, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
 ) -> Continuation:
     """Let the model of a folder continue a prompt, on every rank; `write` gets each piece of text at once."""
-    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
+    with inference_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
         return answer_prompt(model, mesh, prompt, tokenizer, write, parallel=config.parallel)
 
@@ -63,14 +63,14 @@ def run_evaluation_tasks(
     # It imports lm_eval, an extra.
     from shardwise_use.task_evaluation import BOOTSTRAPS, evaluate_tasks
 
-    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
+    with inference_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = _load_model(config, weights, mesh)
         return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
 
 
 @contextmanager
-def join_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
-    """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
+def inference_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
+    """Join a job of inference and give its mesh; inside, an out-of-memory error becomes a sentence."""
     join()
     mesh = Mesh(**parallel.degrees)
     try:
@@ -106,7 +106,7 @@ def _load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
     dtype: torch.dtype = getattr(torch, precision.parameter)
     model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=dtype)
     if collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
-        load_checkpoint(model, config.model.family, mesh, weights)
+        load_checkpoint_weights(model, config.model.family, mesh, weights)
     else:
         load_hugging_face(model, config.model, mesh, weights.local())
     return model.eval()

@@ -41,23 +41,9 @@ TORCHTITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 
 def without_expert_number(name: str) -> tuple[str, int | None]:
-    """A canonical name without the number of its expert, and this number; None where it is of no expert."""
+    """For another program's names of experts, a canonical name without its expert's number, and that number or None."""
     match = _NUMBERED.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
-
-
-def place_in_fused_experts(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The fused parameter of transformers 5 that has an expert's weight: a name, its shape so far, the weight's place.
-
-    The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
-    """
-    plain, number = without_expert_number(name)
-    if number is None:
-        return name, shape, ()
-    layer_experts, leaf, _ = plain.rsplit(".", 2)
-    is_down = leaf in ("down_proj", "w2")
-    rows = slice(None) if is_down else slice(shape[0], None) if leaf in ("up_proj", "w3") else slice(shape[0])
-    return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)
 
 
 def refuse_divided_experts(folder: Path, file: str) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config
-from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_task_input, quiet_libraries
+from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_task_input, quiet_lm_eval
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.pipeline.stages import Stages
@@ -151,7 +151,7 @@ def evaluate_tasks(
     settings = config.evaluation
 
     def score() -> dict[str, Any]:
-        with _own_random_numbers(), quiet_libraries():
+        with _own_random_numbers(), quiet_lm_eval():
             tasks = find_tasks(settings).load(list(settings.tasks))
             for task in tasks["tasks"].values():
                 if task.get_config("num_fewshot") is None:

@@ -26,7 +26,7 @@ from shardwise.layers.units import unit_roots
 from shardwise.models.blocks import gives_losses
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import Stages, relay
-from shardwise_use.generation import GenerativeModel, TokenSampler, generate_tokens, without_sequence_parallelism
+from shardwise_use.generation import GenerativeModel, TokenSampler, generate_tokens, token_by_token
 
 _Result = TypeVar("_Result")
 _NO_REQUESTS: Sequence[Any] = ()
@@ -159,7 +159,7 @@ class TaskModel:
 
         parts = 1 if isinstance(unit_roots(self.model)[0], CausalLM) else mesh.tp.size
         shapes = [(-(-(len(requests[batch[0]].tokens) - 1) // parts) * parts, len(batch)) for batch in batches]
-        with without_sequence_parallelism(self.model):
+        with token_by_token(self.model):
             relay(self.model, self.parallel, mesh, compute, shapes)
         sums_R2 = devices.to_device(scores_R2.to(devices.widest_dtype(mesh.device)), mesh.device)
         sums = collectives.all_reduce_(collectives.all_reduce_(sums_R2, mesh.replicas), mesh.pp).tolist()

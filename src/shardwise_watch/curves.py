@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
-from shardwise.cli import output
+from shardwise.base.terminal import printable
 from shardwise.runs.folder import RunDirectory, last_kept_step
 from shardwise_watch.curve_points import AXES, axis_places
 from shardwise_watch.run import RunView
@@ -104,7 +104,7 @@ def read_curve_file(path: Path, name: str | None = None) -> dict[int, float]:
 
 def beginning(text: str) -> str:
     """The beginning of a text from a curve's file, for a message."""
-    return output.printable(text[:40])
+    return printable(text[:40])
 
 
 def _finite(value: object, quantity: str) -> float:

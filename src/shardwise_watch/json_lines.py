@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of_json
 from shardwise.runs.folder import event_bytes
+from shardwise.runs.json_records import record_of_json
 
 _START = b"{" + event_bytes("start")
 _STEP = b"{" + event_bytes("step")
@@ -76,12 +76,12 @@ class GrowingFile:
 
 
 def last_lines(path: Path, byte_count: int) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines among the last bytes of a file, the last one first."""
+    """Yield the complete JSON lines among the last bytes of a growing file, parsed, the last one first."""
     yield from _parsed(reversed(last_raw_lines(path, byte_count)))
 
 
 def last_raw_lines(path: Path, byte_count: int) -> list[bytes]:
-    """Return the complete lines among the last bytes of a file; [] without a file."""
+    """Return the complete JSON lines among the last bytes of a growing file, not parsed; [] without a file."""
     try:
         with open_plain(path) as file:
             begin = max(0, file.seek(0, 2) - byte_count)

@@ -160,7 +160,7 @@ def _pipeline_view(rank: int, views: Sequence[RankView]) -> PipelineView:
 
 
 def silent_ranks(ranks: Sequence[RankView], step_seconds: float | None) -> frozenset[int]:
-    """Return the ranks that have written nothing for long, while others have."""
+    """Return the watched ranks that have written nothing for long, while others have."""
     patience = max(SILENT_SECONDS, SILENT_STEPS * (step_seconds or 0.0))
     # Not the time of now: where the whole run is silent, no rank stands out.
     newest = max((view.heard for view in ranks), default=0.0)

@@ -20,11 +20,12 @@ import psutil
 
 from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
+from shardwise.base.local_devices import DeviceProcess, Owners
 from shardwise.runs.events import NEXT_STAGE, last_line, number, seconds_of
 from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_kept_step
+from shardwise.runs.json_records import read_record
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
-from shardwise.runs.local_devices import DeviceProcess, Owners
 from shardwise_watch.json_lines import GrowingFile, last_lines
 from shardwise_watch.lost_time import LostTime
 from shardwise_watch.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
@@ -102,7 +103,7 @@ class RunView:
             raise ConfigError(
                 f"RUN ({path}) must be readable: {unread} cannot be read: {files.reason_of(error)}"
             ) from None
-        identity = self._file(self.directory.identity, parsing.read_record)
+        identity = self._file(self.directory.identity, read_record)
         self.id: str | None = identity.get("id")
         if (identity.get("format") or 0) > FORMAT:
             raise ConfigError(
@@ -134,10 +135,10 @@ class RunView:
 
     def _read(self) -> bool:
         self.config = self._file(self.directory.config, parsing.read_mapping)
-        self.environment = self._file(self.directory.environment, parsing.read_record)
-        self.results = self._file(self.directory.results, parsing.read_record)
-        self.branch = self._file(self.directory.branch, parsing.read_record)
-        failure = self._file(self.directory.failure, parsing.read_record)
+        self.environment = self._file(self.directory.environment, read_record)
+        self.results = self._file(self.directory.results, read_record)
+        self.branch = self._file(self.directory.branch, read_record)
+        failure = self._file(self.directory.failure, read_record)
         is_new = self._metrics.was_replaced()
         if is_new:
             self._clear()
@@ -429,7 +430,7 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
 
 
 def run_folders(root: Path = RUNS) -> list[Path]:
-    """Return the folders of the runs to show in a folder, in the order of their names; unreadable ones are among them.
+    """Return the folders of the runs to watch in a folder, in the order of their names; unreadable ones are among them.
 
     Raises:
         ConfigError: `root` cannot be read.
@@ -490,7 +491,7 @@ def _run_at(path: Path) -> RunView | UnreadableRun:
 
 
 def branches_of(run: RunView) -> list[RunView]:
-    """Read the branches of a run whose folders lie beside its own, in the order of the steps at which they begin.
+    """Read the branches of a watched run whose folders lie beside its own, in the order of their first steps.
 
     Raises:
         ConfigError: one of them cannot be read.
@@ -498,7 +499,7 @@ def branches_of(run: RunView) -> list[RunView]:
     branches = []
     for path in run_folders(run.path.resolve().parent):
         with contextlib.suppress(OSError, ValueError):
-            if run.id is not None and parsing.read_record(RunDirectory(path).branch).get("id") == run.id:
+            if run.id is not None and read_record(RunDirectory(path).branch).get("id") == run.id:
                 branches.append(RunView(path, all_steps=True))
     return sorted(branches, key=lambda branch: (branch.branch.get("step") or 0, branch.name))
 
@@ -511,8 +512,8 @@ def _modification_time(path: Path) -> float | None:
         return None
 
 
-def ranks_by_process(runs: Iterable[RunView]) -> Owners:
-    """Return the ranks of the live runs on this machine, by their processes, for the list of devices."""
+def live_ranks_by_process(runs: Iterable[RunView]) -> Owners:
+    """Return the ranks of the live runs that are watched on this machine, by their processes."""
     host = platform.node()
     ranks: Owners = {}
     for run in runs:

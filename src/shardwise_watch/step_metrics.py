@@ -259,7 +259,7 @@ def reduce_to_columns(
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean of recorded values that are known; None without one."""
+    """Return the mean of the recorded values of a watched run that are known; None without one."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -13,7 +13,7 @@ from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.collective_reading import CheckpointReader
 from shardwise.checkpoint.format.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.format.verify import verify_checkpoint
-from shardwise.checkpoint.load_weights import load_checkpoint
+from shardwise.checkpoint.load_weights import load_checkpoint_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.verify.canonical_values import canonical_weights
@@ -304,7 +304,7 @@ def load_weights(config: Config, folder: str) -> Result:
     trainer = make_trainer(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.checkpoint.load_weights.CheckpointReader", Counted)
-        load_checkpoint(trainer.model, config.model.family, trainer.mesh, Root.of(folder))
+        load_checkpoint_weights(trainer.model, config.model.family, trainer.mesh, Root.of(folder))
     weights = canonical_weights(trainer.model, trainer.mesh.pp, optimizer=trainer.optimizer)
     return Result(state={"model": {name: t.cpu() for name, t in weights.items()}}, bytes_read=Counted.last.bytes_read)
 

@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tokenizers import Tokenizer, models
 
 from shardwise.base.errors import ShardwiseError
-from shardwise.checkpoint.load_weights import load_checkpoint
+from shardwise.checkpoint.load_weights import load_checkpoint_weights
 from shardwise.checkpoint.storage.checkpoint_folders import summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
@@ -138,7 +138,7 @@ def silenced(config: Config, root: str, action: str) -> Resumed:
                 make_trainer(config, weights=folder)
             else:
                 trainer = make_trainer(config)
-                load_checkpoint(trainer.model, config.model.family, trainer.mesh, folder)
+                load_checkpoint_weights(trainer.model, config.model.family, trainer.mesh, folder)
         except ShardwiseError as error:
             return Resumed(problem=f"{type(error).__name__}: {error}")
         return Resumed()

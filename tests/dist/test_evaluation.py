@@ -15,7 +15,7 @@ from shardwise.data.formats.prepared_data import PreparedText, make_evaluation_b
 from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.evaluation_losses import Evaluation, evaluate
+from shardwise.train.evaluation_losses import EvaluationLosses, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
 from tests.dist.training import FAMILIES, make_config, make_data, sizes
@@ -75,7 +75,7 @@ def data(chosen: Config, tokens: int) -> PreparedText:
     return replace(whole, tokens={**whole.tokens, "eval": whole.tokens["train"][:tokens]})
 
 
-def evaluated(chosen: Config, tokens: int) -> Evaluation:
+def evaluated(chosen: Config, tokens: int) -> EvaluationLosses:
     ranks = mesh(chosen.parallel.tensor, chosen.parallel.pipeline)
     model = build_stages(chosen, check_layout(chosen, ranks.world.size), ranks, dtype=torch.float32)
     fill(model, scale=0.2)
@@ -86,7 +86,7 @@ def evaluated(chosen: Config, tokens: int) -> Evaluation:
     return evaluate(model, batches, ranks, chosen.train.micro_batch, False, chosen.parallel, bytes_V)
 
 
-def _alone(model: str, tokens: int) -> Evaluation:
+def _alone(model: str, tokens: int) -> EvaluationLosses:
     return evaluated(config(model), tokens)
 
 
@@ -202,7 +202,7 @@ PIPELINES = {
 
 
 @functools.cache
-def alone_and_deep(model: str, tokens: int, micro_batch: int) -> Evaluation:
+def alone_and_deep(model: str, tokens: int, micro_batch: int) -> EvaluationLosses:
     return evaluated(config(model, micro_batch=micro_batch, pipeline=1), tokens)
 
 

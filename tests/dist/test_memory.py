@@ -19,7 +19,7 @@ from shardwise.estimates.memory import expected_memory, memory_by_rank
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.attention_pieces import define_attention_by_pieces
-from shardwise.models.blocks import Context, run_blocks
+from shardwise.models.blocks import BlockContext, run_blocks
 from shardwise.models.build import build_model
 from shardwise.models.masks import AttentionMask
 from shardwise.train.build import build_trainer
@@ -110,7 +110,7 @@ def measure(config: Config) -> Held:
                 start, keys=train.sequence_length, head_dim=model.config.head_dim, is_compiled=False, is_fused=fused
             )
     tables = {} if rotary is None else dict.fromkeys(windows, rotary.tables(train.sequence_length, start))
-    context = Context(key, masks, rotary_tables=tables)
+    context = BlockContext(key, masks, rotary_tables=tables)
     x = start.requires_grad_()
     live = LiveTensors([x, *model.parameters(), *(p.grad for p in model.parameters())])
     with live:

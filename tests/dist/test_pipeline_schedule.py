@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.layout import Stage
 from shardwise.distributed import devices
 from shardwise.estimates.step_peak import PassBytes, step_peak
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
+from shardwise.pipeline.partition import pipeline_rank_of
 from shardwise.pipeline.stages import Stages
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.profiler_trace import Trace

@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.cli.model_argument import open_model_folder
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.formats.prepared_data import PreparedData
@@ -19,6 +18,7 @@ from shardwise.data.open_data import prepare_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise_use.cli.model_argument import open_model_folder
 from tests.e2e.command import Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 

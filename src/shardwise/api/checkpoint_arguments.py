@@ -79,7 +79,7 @@ def require_saveable(model: object, optimizer: object, step: object, config: obj
 
 
 def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> None:
-    """Raise ConfigError, on every rank, where ranks save another step, to another folder, or other parameters."""
+    """Raise ConfigError, on every rank, where ranks give `save_checkpoint` another step, folder or parameters."""
     folder = str(Path(root.path).absolute()) if root.is_local else root.shown
     require_equal({"step": step, "folder": folder}, mesh.world, places=("folder",) if root.is_local else ())
     tensors = {f"{piece.name} {list(piece.shape)}" for _, _, record in placements(model) for piece in record.pieces}

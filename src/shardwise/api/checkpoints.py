@@ -116,7 +116,7 @@ def load_checkpoint(
         DamageError: bytes do not match their checksums. Do not use the model then.
     """
     from shardwise.api import checkpoint_arguments as arguments
-    from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
+    from shardwise.checkpoint.load_weights import load_checkpoint_weights
     from shardwise.checkpoint.restore import on_first_rank, read_manifest, restore_checkpoint
     from shardwise.train.rank_agreement import raised_on_every_rank, require_equal
 
@@ -130,7 +130,7 @@ def load_checkpoint(
     with keys_renamed(_ARGUMENTS):
         if optimizer is None:
             family = str(manifest.config.get("model", {}).get("family", ""))
-            load_weights(model, family, mesh, root)
+            load_checkpoint_weights(model, family, mesh, root)
         else:
             restore_checkpoint(root, manifest, model, optimizer, mesh)
     return manifest.step

@@ -172,7 +172,7 @@ def train(
     optimizer: type | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Run:
-    """Train in this process, as one rank, and return when all steps are done.
+    """Train from Python, in this process as one rank, and return when all steps are done.
 
     Without a launcher, the process is the only rank. Under `torchrun --nproc_per_node=N program.py`, srun or mpirun
     each process is a rank: all of them call this function with the same configuration, which says how the model is cut;
@@ -197,9 +197,9 @@ def train(
         RunError: training failed.
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
-    from shardwise.cli.recipe_argument import run_folder
     from shardwise.cli.run_preparation import is_finished_run, prepare_run
     from shardwise.cli.train import check_user_code, with_batch
+    from shardwise.runs.folder import run_folder
     from shardwise.train.rank_agreement import require_same_run_dir
     from shardwise.train.run import run
 
@@ -233,7 +233,7 @@ def _join() -> Rank | None:
 
 def _prepare_output(rank: Rank | None) -> None:
     """Let the output take any character, and that of rank 0, which a program may close, outlive its reader."""
-    from shardwise.cli.entry import take_any_character
+    from shardwise.base.terminal import take_any_character
 
     take_any_character()
     if rank is None or rank.rank == 0:

@@ -132,12 +132,12 @@ class DataError(ConfigError):
 
 
 class ArgumentError(ConfigError, TypeError):
-    """A call has keyword arguments that its function or class does not take; a TypeError, as Python's own error is."""
+    """The error of a call whose arguments its function or class does not take; a TypeError, as Python's own is."""
 
 
 @contextmanager
 def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a ConfigError names what the user gave instead of keys of a recipe."""
+    """A context in which every ConfigError names what the user gave instead of keys of a recipe."""
     try:
         yield
     except ConfigError as error:
@@ -145,40 +145,8 @@ def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """An error's message with what the user gave in place of each key of `names`."""
+    """The text of a ConfigError with what the user gave in place of each key of `names`."""
     return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
-
-
-def refuse_unknown_arguments(
-    owner: str, given: Iterable[str], known: Iterable[str], replaced: Mapping[str, str] | None = None
-) -> None:
-    """Refuse the keyword arguments that a function or class does not take, all of them in one sentence.
-
-    Args:
-        replaced: what to do instead of arguments that another library's function or class of this name takes.
-
-    Raises:
-        ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
-    """
-    known = list(known)
-    replaced = replaced or {}
-    unknown = []
-    every_name_has_hint = True
-    for name in given:
-        if name in known:
-            continue
-        near = nearest_name(name, known, cutoff=0.75)
-        if name in replaced:
-            unknown.append(f"{name} ({replaced[name]})")
-        elif near is not None:
-            unknown.append(f"{name} (did you mean {near}?)")
-        else:
-            unknown.append(name)
-            every_name_has_hint = False
-    if not unknown:
-        return
-    takes = "" if every_name_has_hint else f"; it takes {listing(known)}"
-    raise ArgumentError(f"{owner} does not take {listing(unknown, 'or')}{takes}")
 
 
 def listing(items: Iterable[object], conjunction: str = "and", most: int | None = None) -> str:
@@ -192,7 +160,7 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The problems of a program's arguments, by name, that count something; numpy's whole numbers are valid."""
+    """The texts of errors on counts, by name, that are no whole number of at least 1; numpy's numbers are valid."""
     # Costly for every command.
     from numbers import Integral
 
@@ -204,26 +172,26 @@ def count_problems(values: Mapping[str, object]) -> list[str]:
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
-    """The valid numbers nearest to a wrong `value`, for a message: the closest at or below it, the closest above it."""
+    """The valid numbers nearest to a wrong `value`, for an error: the closest at or below it, the closest above it."""
     numbers = sorted(set(valid))
     place = bisect_right(numbers, value)
     return numbers[max(place - 1, 0) : place + 1]
 
 
 def divisors(number: int) -> set[int]:
-    """All divisors of a number above 0, in as many steps as its square root."""
+    """All divisors of a number above 0, of which errors name the nearest; in as many steps as its square root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return {*small, *(number // n for n in small)}
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:
-    """The closest positive multiples of `step` around a wrong `value`, for a message."""
+    """The closest positive multiples of `step` around a wrong `value`, for an error."""
     below = value // step * step
     return [number for number in (below, below + step) if number > 0]
 
 
 def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name that is most similar to an unknown `name`, for a message; None if none is similar."""
+    """The valid name that is most similar to an unknown `name`, for an error; None if none is similar."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
@@ -260,6 +228,13 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}{text}{place}"
 
 
+def text_of_error(error: ShardwiseError) -> str:
+    """Return the text of an error, with the number of its problems above them if there are several."""
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return f"{len(error.problems)} errors\n{error}"
+    return str(error)
+
+
 def _is_pythons(file: Path) -> bool:
     """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
     import sysconfig
@@ -267,19 +242,3 @@ def _is_pythons(file: Path) -> bool:
     standard = Path(sysconfig.get_path("stdlib"))
     installed = ("site-packages", "dist-packages")
     return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed
-
-
-REMOVED = {
-    "submit --kubernetes": "give each pod of Kubernetes the torchrun line of docs/cluster.md",
-    "compile --retry-failed": "a graph that failed is compiled again, without an option",
-}
-"""Options as `COMMAND --option`, keys as `section.key`, values as `section.key=value` → one plain sentence.
-
-A reader of input asks `removed_text` before it says that a name or a value is unknown.
-"""
-
-
-def removed_text(spelling: str) -> str | None:
-    """The sentence on an option, a key or a value that was removed, with what to use instead; None for others."""
-    sentence = REMOVED.get(spelling)
-    return None if sentence is None else f"{spelling} was removed: {sentence}"

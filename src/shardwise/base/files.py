@@ -253,7 +253,7 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
 
 
 def require_replaceable(path: Path, option: str) -> None:
-    """Refuse a path that the user gave by `option`, for `write_atomic`, where a folder, link, pipe or device is."""
+    """Refuse a path for `write_atomic`, which `option` gave, where a folder, link, pipe or device is."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -341,5 +341,5 @@ def name_problem(name: object, *, nested: bool = False) -> str | None:
 
 
 def is_tensor_name(name: str) -> bool:
-    """True if a file can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
+    """True if files can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
     return name.isprintable() and name != SAFETENSORS_METADATA

@@ -41,13 +41,6 @@ def torch_type(kind: str) -> str:
     return "cuda" if kind == "nvidia" else kind
 
 
-def device_memory(kind: str) -> int | None:
-    """Bytes of an accelerator by SLURM's name of its type, such as `h100`; None where several sizes were sold."""
-    gigabytes = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
-    size = gigabytes.get(kind.lower())
-    return None if size is None else size * 10**9
-
-
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes of memory that this process may still allocate; None where the system does not report it.
 
@@ -147,12 +140,6 @@ def torch_version() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
-
-
-@cache
-def torch_release() -> tuple[int, ...]:
-    """The first two numbers of the installed torch's version."""
-    return tuple(map(int, re.findall(r"\d+", torch_version())[:2]))
 
 
 def has_plugin() -> bool:

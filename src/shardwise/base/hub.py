@@ -1,4 +1,4 @@
-"""Weights, tokenizers and data sets by path or by hub id; a hub id is fetched once into Hugging Face's cache.
+"""Repositories of Hugging Face's hub: a hub id is fetched once into the cache of this machine.
 
 The launching process fetches a hub id, and the ranks open it from the cache. Only safetensors, JSON, tokenizer and
 licence files are fetched: a pickle is never opened. The token that gated repositories need stays where
@@ -14,23 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import name_problem, reason_of, user_path
-from shardwise.base.foreign_folders import conversion_hint
-from shardwise.base.parsing import json_value
+from shardwise.base.errors import ConfigError, nearest_name, see
+from shardwise.base.files import user_path
 from shardwise.base.progress import progress
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SHARDS = "shard-*-model-*.safetensors"
-"""Pattern of the files of torch's Hugging Face writer that no program has consolidated: each has parts of tensors."""
-_PART = re.compile(r"(shard-\d{5}-)?model-\d{5}-of-(\d{5})\.safetensors")
-GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = (
@@ -51,18 +42,13 @@ LICENCES = tuple(
     for spelling in (word, word.upper(), word.capitalize())
 )
 """Patterns of the files with the terms of use, as repositories spell them: LICENSE, license.txt, USE_POLICY.md."""
-BESIDE_WEIGHTS = (GENERATION, *TOKENIZER_FILES, *LICENCES)
-"""Patterns of the files that a model's folder holds in addition to its weights and config.json."""
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of files of weights that are pickled, which are never opened."""
-_SHOWN = 6
 
 # Files in folders are not fetched, such as the weights of another format, except for those of `CHAT_TEMPLATES`: no
 # pattern of other files begins with a star, so none matches in a folder whose name begins as that does.
 _IN_FOLDERS = f"[!{CHAT_TEMPLATES[0]}]*/*"
 # The hub's own rule: owner/name, or for its oldest models the name alone.
-_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
-_ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
+HUB_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
+HUB_ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
 FOUND = {
     "cache": "known to the cache of this machine",
     "hub": "on the hub, fetched when the run starts",
@@ -126,7 +112,7 @@ class HubFiles:
 
 def is_hub_name(name: str) -> bool:
     """True if `name` reads owner/name, as a repository on the hub does."""
-    return "/" in name and _ID.fullmatch(name) is not None
+    return "/" in name and HUB_ID.fullmatch(name) is not None
 
 
 def is_hub_id(load: str) -> bool:
@@ -139,79 +125,6 @@ def can_only_be_path(name: str) -> bool:
     # Before the first run there is no folder of runs.
     is_written = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
     return is_written or Path(name.partition("/")[0]).is_dir()
-
-
-def resolve_weights(
-    load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
-) -> Path:
-    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name, here or on the hub."""
-    return fetch_or_open(place_of_weights(load, revision), cached=cached, announce=announce)
-
-
-def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
-    """The folder that `checkpoint.load` names, else the files that it names on the hub; no request is sent.
-
-    Raises ConfigError if it is neither a folder with weights nor a hub id.
-    """
-    folder = user_path(load)
-    if folder.is_dir():
-        if revision is not None:
-            raise ConfigError(
-                f"checkpoint.revision ({revision}) must be left out: checkpoint.load ({load}) is a folder, "
-                "and only a hub id has revisions"
-            )
-        check_weights(folder)
-        return folder
-    if folder.exists():
-        if folder.suffix in PICKLED:
-            raise ConfigError(no_weights_text(load, [folder.name]))
-        raise ConfigError(
-            f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
-        )
-    _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
-    return HubFiles(
-        "checkpoint.load", load, revision,
-        ("config.json", SINGLE, INDEX, "model-*.safetensors", SHARDS, *BESIDE_WEIGHTS),
-        lacking=lambda names: None if has_weights(names) else no_weights_text(load, names),
-        check=check_weights,
-    )  # fmt: skip
-
-
-def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """The file or folder that `data.tokenizer` names, see `fetch_or_open`; a hub id may end in `@` and a revision."""
-    return fetch_or_open(place_of_tokenizer(named), cached=cached, announce=announce)
-
-
-def place_of_tokenizer(named: str) -> Path | HubFiles:
-    """The path that `data.tokenizer` names, else the files that it names on the hub; ConfigError if it is neither."""
-    path = user_path(named)
-    if path.exists():
-        return path
-    key = f"data.tokenizer ({named})"
-    repository, revision = split_revision(named, key)
-    is_file = path.suffix in (".json", ".txt", ".model")
-    _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
-    return HubFiles(
-        "data.tokenizer", repository, revision, (*TOKENIZER_FILES, *LICENCES),
-        lacking=lambda names: None if holds_tokenizer(names) else no_tokenizer_text(key, names),
-        verified=True,
-    )  # fmt: skip
-
-
-def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
-    """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
-    key = f"data.dataset ({named})"
-    repository, revision = split_revision(named, key)
-    near = nearest_name(repository, built_in)
-    hint = f"; did you mean data.dataset={near}?" if near else ""
-    must = f"{key} must be {listing(built_in, 'or')} or a hub id"
-    if "/" in named and user_path(named).exists():
-        raise ConfigError(f"{must}, it is a path: set data.path={named}")
-    if not _ID.fullmatch(repository):
-        raise ConfigError(f"{must}, and a path is named by data.path: {_ID_RULE}{hint}")
-    # The card and the list of large files name the configurations; the last is its loading script, if it has one.
-    patterns = ("README.md", ".gitattributes", f"{repository.rpartition('/')[2]}.py")
-    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint, verified=True)
 
 
 def fetch_or_open(
@@ -280,14 +193,14 @@ def split_revision(named: str, key: str) -> tuple[str, str | None]:
     return repository, revision or None
 
 
-def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
+def require_hub_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
     """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
     missing = f"{must}: there is none of that name in {Path.cwd()}"
     if is_file or can_only_be_path(name):
         near = nearest_name(path.name, _names(path.parent))
         raise ConfigError(missing + (f"; did you mean {path.parent / near}?" if near else ""))
-    if not _ID.fullmatch(name):
-        raise ConfigError(f"{missing}, and {_ID_RULE}")
+    if not HUB_ID.fullmatch(name):
+        raise ConfigError(f"{missing}, and {HUB_ID_RULE}")
 
 
 def _from_cache(files: HubFiles) -> Path:
@@ -415,105 +328,6 @@ def _refusal(error: Exception, files: HubFiles) -> str:
     return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"
 
 
-# ---- the files of a model's folder, as Hugging Face names them
-
-
-def is_url(load: str) -> bool:
-    """True if `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
-    return "://" in load
-
-
 def holds_tokenizer(names: Collection[str]) -> bool:
-    """True if files with these names include a tokenizer."""
+    """True if a repository on the hub, or its copy, with files of these names holds a tokenizer."""
     return any(set(kind) <= set(names) for kind in TOKENIZERS)
-
-
-def tokenizer_names() -> str:
-    """The files that can be a tokenizer, for messages."""
-    return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
-
-
-def no_tokenizer_text(shown: str, names: Iterable[str]) -> str:
-    """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
-    contents = f"it has {listing(sorted(names), most=_SHOWN)}" if names else "it is empty"
-    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
-
-
-def no_weights_text(shown: str, names: Iterable[str]) -> str:
-    """The message for a folder or repository whose files `names` include no weights that can be loaded."""
-    names = sorted(names)
-    if not names:
-        return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
-    if way := conversion_hint(shown, names):
-        return f"checkpoint.load ({shown}) must be the folder of a model, and {way}"
-    if pickled := listing([name for name in names if name.endswith(PICKLED)], most=_SHOWN):
-        return (
-            f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({pickled}): opening a "
-            "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
-            "from_pretrained(…), then save_pretrained(…)"
-        )
-    absent = absent_parts(names)
-    fix = f"; fetch or copy {listing([INDEX, *absent], most=4)} too" if absent else ""
-    if not {".metadata", "model_and_optim"}.isdisjoint(names):
-        fix = ", a distributed checkpoint of torch: import it by `shardwise checkpoint import --from torchtitan`, "
-        fix += "`olmo-core` or `megatron`"
-    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}{fix}"
-
-
-def unconsolidated_files(names: Iterable[str]) -> list[str]:
-    """The files of torch's Hugging Face writer among `names`, in order."""
-    return sorted(name for name in names if fnmatch(name, SHARDS))
-
-
-def absent_parts(names: Collection[str], ranks: int = 0) -> list[str]:
-    """The weight files of which the numbers in `names` tell, or a number of `ranks` that saved, and that are not there.
-
-    A rank without files is named by its first one.
-    """
-    totals = {match[1] or "": int(match[2]) for name in names if (match := _PART.fullmatch(name))}
-    last = max((max(ranks, int(writer[6:11])) for writer in totals if writer), default=0)
-    numbered = [(writer, part, total) for writer, total in totals.items() for part in range(1, total + 1)]
-    numbered += [(f"shard-{rank:05}-", 1, max(totals.values())) for rank in range(1, last + 1)]
-    files = [f"{writer}model-{part:05}-of-{total:05}.safetensors" for writer, part, total in numbered]
-    return sorted({*files} - {*names})
-
-
-def absent_parts_problem(where: object, names: Iterable[str], ranks: int = 0) -> list[str]:
-    """The problem of a folder of torch's Hugging Face writer that lacks files, as `absent_parts` finds them."""
-    absent = listing(absent_parts(unconsolidated_files(names), ranks), most=3)
-    must = f"{where} must have the files {SHARDS} of all ranks of one save, and lacks"
-    return [f"{must} {absent}: fetch or copy what is missing"] if absent else []
-
-
-def has_weights(names: Collection[str]) -> bool:
-    """True if files with these names include safetensors weights."""
-    return SINGLE in names or INDEX in names or bool(unconsolidated_files(names))
-
-
-def check_weights(folder: Path) -> None:
-    """Checks that a folder has safetensors weights; ConfigError if there are none, or the index is broken."""
-    try:
-        names = [file.name for file in folder.iterdir()]
-        index = (folder / INDEX).read_bytes() if INDEX in names and SINGLE not in names else None
-    except OSError as error:
-        raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: {reason_of(error)}") from None
-    if index is not None:
-        indexed_weight_files(index, folder, lambda name: name in names)
-    elif not has_weights(names):
-        raise ConfigError(no_weights_text(str(folder), names))
-
-
-def indexed_weight_files(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
-    """The weight files that the index of `folder` names; ConfigError if it is no index or a file is missing."""
-    try:
-        names = sorted(set(json_value(index)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        text = f"{folder}/{INDEX} is no index of safetensors files ({error!r}): fetch or copy it again"
-        raise ConfigError(text) from None
-    wrong = [problem for name in names if (problem := name_problem(name))]
-    if wrong or not names:
-        problem = listing(wrong, most=_SHOWN) if wrong else "it names none"
-        raise ConfigError(f"{folder}/{INDEX} must name files of its own folder, and {problem}")
-    if absent := [name for name in names if not is_there(name)]:
-        raise ConfigError(f"{folder} lacks {listing(absent, most=3)}: its index says that they hold weights: copy them")
-    return names

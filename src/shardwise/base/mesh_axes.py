@@ -64,11 +64,6 @@ def names_axis(axis: Axis, degrees: Mapping[str, int]) -> bool:
     return not axis.is_optional or degrees.get(axis.degree, 1) > 1
 
 
-def has_degrees(recorded: Mapping[str, object]) -> bool:
-    """Return whether a file of a run has recorded the degrees of its layout."""
-    return all(axis.is_optional or isinstance(recorded.get(axis.degree), int) for axis in AXES)
-
-
 def replicas_name(data: int, context: int) -> str:
     """The name of the group of ranks that have the same part of the model: those of data and context parallelism."""
     if context == 1:
@@ -77,7 +72,7 @@ def replicas_name(data: int, context: int) -> str:
 
 
 def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: bool = True) -> str:
-    """A layout as every text writes it: `TP 2 + SP × PP 2 × DP 2`.
+    """The mesh's axes and degrees as every text writes them: `TP 2 + SP × PP 2 × DP 2`.
 
     Args:
         degrees: ranks along each axis, by the name of the degree, and the expert-parallel degree, which divides those

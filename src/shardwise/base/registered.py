@@ -46,7 +46,7 @@ def provided(name: str) -> Any:
 
 
 def imported(name: str) -> ModuleType:
-    """Import a module without garbage collection. Its objects stay: to search them, now or later, frees nothing."""
+    """Import a registered module without garbage collection: its objects stay, and to search them frees nothing."""
     gc.disable()
     try:
         return import_module(name)

@@ -1,8 +1,10 @@
-"""Texts that fit a terminal: wrapped at words, where a terminal shows them."""
+"""Texts that a terminal can show: wrapped at words, and without characters that it would obey or lacks."""
 
 from __future__ import annotations
 
+import io
 import shutil
+import sys
 import textwrap
 from typing import TextIO
 
@@ -22,7 +24,7 @@ def _terminal_width(stream: TextIO) -> int | None:
 
 
 def width_of_prose() -> int:
-    """Columns of a help text, wherever it goes; two columns stay free, as in argparse."""
+    """Columns of prose as wide as the terminal, in a file too; two columns stay free, as in argparse."""
     return max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST)) - 2
 
 
@@ -45,3 +47,21 @@ def fit_to_terminal(text: str, stream: TextIO) -> str:
         is_command = line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch "))
         lines += [line] if len(line) <= width or is_command else wrap_words(line, width, margin)
     return "\n".join(lines)
+
+
+def take_any_character() -> None:
+    """Let stdout and stderr print a replacement for each character that the terminal lacks, such as × in ASCII."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def printable(text: object) -> str:
+    """`text` with each character that a terminal would obey replaced by its code."""
+    plain = str(text)
+    return plain if plain.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in plain)
+
+
+def printable_line(text: str) -> str:
+    """Return `text` in one line, without characters that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -9,9 +9,6 @@ from collections.abc import Iterable
 _COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")
 _LARGEST_WORD = 999.5e12
 _SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
-TOKENS = r"(\d{1,18}(?:\.\d+)?) ?([kKMBT])(?: tokens)?"
-"""A number of tokens: `500M`, `1.5 T`, `20B tokens`."""
-_TOKEN_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def count(value: float) -> str:
@@ -51,18 +48,6 @@ def parse_size(text: str) -> int | None:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def parse_tokens(text: object) -> int | None:
-    """The number of tokens that a text names, such as `20B tokens`; None for anything else."""
-    match = re.fullmatch(TOKENS, text) if isinstance(text, str) else None
-    return None if match is None else round(float(match[1]) * _TOKEN_POWERS[match[2]])
-
-
-def tokens_text(tokens: int) -> str:
-    """The text of which `parse_tokens` makes a number of tokens: `300B`."""
-    suffix = next((suffix for suffix in "TBM" if tokens >= _TOKEN_POWERS[suffix]), "k")
-    return str(tokens / _TOKEN_POWERS[suffix]).removesuffix(".0") + suffix
-
-
 def duration(seconds: float) -> str:
     """Seconds in the one or two largest units: `120 ms`, `12.3 s`, `4 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
     if seconds < 0:
@@ -76,14 +61,6 @@ def duration(seconds: float) -> str:
     if round(seconds / 60) < 24 * 60:
         return "{} h {:02d} min".format(*divmod(round(seconds / 60), 60))
     return "{} d {:02d} h".format(*divmod(round(seconds / 3600), 24))
-
-
-def step_duration(seconds: float) -> str:
-    """Seconds of a step, with the four digits that tell alike layouts apart: `18.99 ms`, `2.612 s`, `1 min 05 s`."""
-    if seconds >= 59.95:
-        return duration(seconds)
-    number, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
-    return f"{number:#.4g}".rstrip(".") + f" {unit}"
 
 
 def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:

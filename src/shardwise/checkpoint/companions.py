@@ -17,7 +17,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
-from shardwise.base.hub import GENERATION, TOKENIZER
+from shardwise.base.hub import TOKENIZER
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.model_files import (
     BEGIN_ID,
@@ -26,10 +26,11 @@ from shardwise.checkpoint.format.model_files import (
     special_ids,
     with_readable_tokenizer,
 )
+from shardwise.checkpoint.format.weight_files import GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import Config, FamilyConfig, ModelConfig, shapes_of
+from shardwise.config import Config, FamilyConfig, ModelConfig, family_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
 
@@ -55,7 +56,7 @@ def model_files(
         tokenizer_files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()}
         if config.causal:
             ids = special_token_ids(tokenizer)
-    family = shapes_of(config)
+    family = family_config(config)
     if family is None:
         fields = config.model_dump(mode="json")
         ids |= {name: value for name, value in companions.ids.items() if name in ids}

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, see
-from shardwise.base.hub import check_weights
 from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.model_files import model_differences
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_tied_copies, find_sources
+from shardwise.checkpoint.format.weight_files import check_weights
 from shardwise.checkpoint.format.writing import STREAM_BYTES
 from shardwise.checkpoint.restore import facts_of_all_tensors, local_pieces, read_manifest, tied_ends
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
@@ -101,7 +101,7 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
     return tensors, config_problems
 
 
-def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> None:
+def load_checkpoint_weights(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> None:
     """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
 
     Names may be spelled as `config/hugging_face_names.py` says for the `family`; another has its own names alone.
@@ -135,7 +135,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
 def require_finite_weights(
     model: nn.Module, mesh: Mesh, folder: Path | Root, optimizer: ZeroRedundancyOptimizer | None = None
 ) -> None:
-    """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
+    """Refuse loaded weights, on every rank, where those of a folder have values that are NaN or infinite."""
     local = [
         (str(folder), piece.name)
         for piece, _, values, _ in weight_slices(model, optimizer)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers
 from shardwise.base.files import write_atomic
-from shardwise.base.parsing import whole_number
+from shardwise.base.parsing import dump_yaml, whole_number
 from shardwise.checkpoint.storage.checkpoint_folders import (
     checkpoint_steps,
     link_checkpoint,
@@ -30,7 +30,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
 from shardwise.cli.help import add_overrides
-from shardwise.config import Config, changed_size_stages, check_layout, dump_yaml, fixed_changes, resume_changes
+from shardwise.config import Config, changed_size_stages, check_layout, fixed_changes, resume_changes
 from shardwise.config.load import apply_overrides, config_from_sections
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_config

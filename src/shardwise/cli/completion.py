@@ -10,7 +10,7 @@ from types import ModuleType
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli.help import COMMAND_GROUPS, module_of
-from shardwise.config.error_texts import known_paths
+from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.recipe_files import recipe_names
 
 SHELLS = ("bash", "zsh", "fish")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
@@ -11,7 +10,6 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.config import Config, Layout, resume_changes
 from shardwise.optim.learning_rate import moved_end_text
-from shardwise.runs.events import last_event, last_line
 from shardwise.runs.folder import RunDirectory, check_place
 from shardwise.runs.layout_spans import layout_spans, short_layout
 
@@ -54,16 +52,6 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         if moved_end is not None:
             rows.append(("  schedule", moved_end))
     return rows, []
-
-
-def local_ranks(run: RunDirectory) -> int | None:
-    """Return the number of ranks of the run's last start; None if it is unknown, or other machines had some of them."""
-    ranks = (last_event(run.path, "start") or {}).get("ranks")
-    if not isinstance(ranks, int) or ranks < 1:
-        return None
-    # A machine has neighbouring ranks: the first and the last one tell of all.
-    starts = [last_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
-    return ranks if all(start.get("host") == platform.node() for start in starts) else None
 
 
 def _layout_rows(layout: Layout, directory: RunDirectory) -> _Rows:

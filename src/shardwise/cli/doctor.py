@@ -16,8 +16,8 @@ from pathlib import Path
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import is_url
 from shardwise.base.redaction import recorded_variables, redacted
+from shardwise.checkpoint.storage.root import is_url
 from shardwise.cli import output
 from shardwise.cli.help import add_json
 from shardwise.launch.environment import RANK_PROCESS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import io
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
 from shardwise.base.files import path_refusal
 from shardwise.base.registered import imported
+from shardwise.base.terminal import take_any_character
 from shardwise.cli import output
 from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands, module_of
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
@@ -104,16 +104,10 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode))
 
 
-def take_any_character() -> None:
-    """Let stdout and stderr print a replacement for each character that their encoding lacks, such as × in ASCII."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def _fail(error: ShardwiseError, arguments: Sequence[str] = ()) -> int:
     """Show an error and return its exit code; `arguments`: those of the command line, for one that is refused."""
-    from shardwise.launch.first_failure import Failure, show_failure, text_of_error
+    from shardwise.base.errors import text_of_error
+    from shardwise.launch.first_failure import Failure, show_failure
 
     place = joined()
     text = text_of_error(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.base.errors import visible
 from shardwise.base.redaction import redacted
-from shardwise.base.terminal import fit_to_terminal
+from shardwise.base.terminal import fit_to_terminal, printable
 
 
 def raw(text: str) -> None:
@@ -39,12 +39,6 @@ def answer(facts: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> 
 def text(text: str) -> str:
     """Lines of any origin for stdout: a file gets them as they are, a terminal gets control characters as escapes."""
     return visible(text) if sys.stdout.isatty() else text
-
-
-def printable(text: object) -> str:
-    """`text` with each character that a terminal would obey replaced by its code."""
-    plain = str(text)
-    return plain if plain.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in plain)
 
 
 def line(text: str = "") -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardwise.cli import output
 from shardwise.config import Config, load_config
-from shardwise.config.recipe_files import is_model
+from shardwise.config.recipe_files import is_model_recipe
 from shardwise.launch.environment import is_launched, joined
 
 
@@ -19,14 +18,8 @@ def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
     launched = is_launched()
     config = load_config(recipe, overrides, cached=launched)
     place = joined()
-    if not launched and (place is None or place.rank == 0) and is_model(recipe):
-        from shardwise.config.model_recipes import model_remark  # costly to import, for a model alone
+    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
+        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
 
-        output.progress(model_remark(recipe, config))
+        output.progress(model_recipe_remark(recipe, config))
     return config
-
-
-def run_folder(text: str) -> Path:
-    """The run's folder of an option, that to which `runs/latest` leads now: a run that starts changes the link."""
-    path = Path(text)
-    return path.parent / path.readlink() if path.is_symlink() else path

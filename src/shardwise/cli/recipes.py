@@ -19,11 +19,11 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_new
+from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.base.registered import provided
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides
-from shardwise.config import dump_yaml, recipe_name, recipe_names, recipe_text
-from shardwise.config.recipe_files import parse_yaml
+from shardwise.config import recipe_name, recipe_names, recipe_text
 
 _NEEDED = {
     "model": "model.config=FOLDER",

@@ -8,16 +8,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.base import hub
 from shardwise.base.errors import ConfigError, ShardwiseError
-from shardwise.base.hub import is_url
+from shardwise.checkpoint.format.weight_files import resolve_weights
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
-from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.root import Root, is_url
 from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earlier_run
 from shardwise.cli import output
 from shardwise.config import Config, size_stages_of
 from shardwise.data import fetch_dataset, prepare_evaluation_sets
 from shardwise.data.open_data import prepare_data
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
@@ -78,7 +78,7 @@ def _claim(locks: ExitStack, run_path: Path) -> None:
 
 
 def is_finished_run(locks: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
-    """Claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
+    """For a command, claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
 
     Where `checkpoint.resume` names a step it is False: the checkpoints alone tell whether the run went back already.
 
@@ -123,7 +123,7 @@ def prepare_run(
 
 
 def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str], None] | None) -> None:
-    """Fetch what keys name by a hub id and tokenize the data; of processes that share a cache, one does the work.
+    """For a command, fetch what keys name by a hub id and tokenize the data; of processes with one cache, one does it.
 
     A run that continues has its own weights and tokenizer, so that those of `checkpoint.load` may be gone.
 
@@ -134,15 +134,13 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
     if weights is None and config.checkpoint.load is not None:
         load = load_location(config.checkpoint.load, announce)
         load_is_url = is_url(load)
-        weights = Root.of(
-            load if load_is_url else hub.resolve_weights(load, config.checkpoint.revision, announce=announce)
-        )
+        weights = Root.of(load if load_is_url else resolve_weights(load, config.checkpoint.revision, announce=announce))
     if weights is not None:
         from shardwise.checkpoint.storage.model_tokenizer import with_loaded_tokenizer
 
         config = with_loaded_tokenizer(config, weights)
     if config.data.tokenizer is not None:
-        hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
+        resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)
     config = size_stages_of(config)[0]
     data = prepare_data(config, announce=announce)

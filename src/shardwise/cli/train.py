@@ -25,7 +25,7 @@ from shardwise.base.registered import imported, provided
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
-from shardwise.cli.recipe_argument import load_recipe, run_folder
+from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import (
     Config,
     Layout,
@@ -42,13 +42,13 @@ from shardwise.config import (
 )
 from shardwise.launch import rank_output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
-from shardwise.runs.folder import RunDirectory
+from shardwise.runs.folder import RunDirectory, run_folder
 
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
-    from shardwise.estimates.cluster import Cluster
     from shardwise.models.parameter_counts import OwnShapes
+    from shardwise.train.summary import Cluster
 
 _Rows = list[tuple[str, str]]
 _BUILT_IN_VOCABULARIES = range(512, 1025)
@@ -299,7 +299,7 @@ def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
         return
     # Costly to import, and the only way to learn it.
     from shardwise.distributed import devices
-    from shardwise.train.device_memory import require_matmul_support
+    from shardwise.train.device_checks import require_matmul_support
 
     require_matmul_support(matmul, devices.local_device())
 
@@ -332,7 +332,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     else:
         import torch
 
-        from shardwise.train.device_memory import memory_for_steps
+        from shardwise.train.device_checks import memory_for_steps
 
         kind = torch.device(torch_type(accelerators()[0]), 0) if accelerator else torch.device("cpu")
         room = memory_for_steps(kind, layout.world)
@@ -432,7 +432,7 @@ def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int
     run_path: Path | None = arguments.run_dir
     if nproc is None and run_path is not None and arguments.recipe == str(RunDirectory(run_path).config):
         # Costly to import, for a run that goes on alone.
-        from shardwise.cli.continued_run import local_ranks
+        from shardwise.runs.events import local_ranks
 
         nproc = local_ranks(RunDirectory(run_path))
         _, count = accelerators()
@@ -459,7 +459,7 @@ def number_of_ranks(parallel: ParallelConfig, nproc: int | None) -> int:
 
 
 def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
-    """`config` with a number where its batch is a rule: the number of the run in the folder if it began so."""
+    """The configuration of a command with a number where its batch is a rule: that of the run in the folder, if any."""
     if config.train.rule is None:
         return config
     from shardwise.checkpoint.storage.run_identity import earlier_run
@@ -509,7 +509,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
     from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
-    from shardwise.runs.events import what_is_saved
+    from shardwise.runs.events import newest_checkpoint_text
 
     notices.set_up(config.log.notify)
     # Both import torch's compiler, which takes as long as torch.
@@ -519,5 +519,5 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
         with agent_ahead(world, imports):
             launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}", error.exit_code) from None
+        raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0

@@ -149,7 +149,7 @@ def _plan(
     first = next(iter(devices))
     alone = [layouts.Cell(device) for device in devices if device != first]
     chosen_cells = [
-        cell for device, ranks in devices.items() for cell in layouts.layout_candidates(recipe, device, ranks, chosen)
+        cell for device, ranks in devices.items() for cell in layouts.layouts_to_verify(recipe, device, ranks, chosen)
     ]
     # One process on an accelerator may be among the chosen layouts too, and is trained once.
     cells = list(dict.fromkeys([*alone, *chosen_cells]))

@@ -10,11 +10,19 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from shardwise.base.errors import ConfigError, listing, nearest_name, removed_text
-from shardwise.config.error_texts import known_paths
+from shardwise.base.errors import ConfigError, listing, nearest_name
+from shardwise.base.parsing import parse_yaml
 from shardwise.config.other_names import ACTIONS, COMMANDS, UNSURE
-from shardwise.config.recipe_files import parse_yaml, recipe_names, recipe_text
-from shardwise.config.suggestions import is_key_or_option, known_name, plain_name, reason_without_key, suggestions
+from shardwise.config.pydantic_errors import known_paths
+from shardwise.config.recipe_files import recipe_names, recipe_text
+from shardwise.config.suggestions import (
+    is_key_or_option,
+    known_name,
+    plain_name,
+    reason_without_key,
+    removed_text,
+    suggestions,
+)
 from shardwise.config.translation import equation, setting_text, translate_settings
 
 

@@ -14,11 +14,11 @@ from shardwise.config.load import (
     load_config,
     load_config_of_program,
 )
-from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
+from shardwise.config.model import ModelConfig, UserModelConfig, family_config, weight_names
 from shardwise.config.optimizer import Frequency, OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import Schedule
 from shardwise.config.precision import DTYPE_BYTES, DtypeName, Matmul, Precision, PrecisionConfig, Rounding
-from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
+from shardwise.config.recipe_files import recipe_name, recipe_names, recipe_text, require_data
 from shardwise.config.resume_rules import (
     check_changes,
     fixed_changes,
@@ -51,14 +51,14 @@ from shardwise.config.size_stages import (
 )
 
 __all__ = [
-    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "BertConfig", "CheckpointConfig", "CompileConfig",
-    "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName", "EvaluationConfig", "FamilyConfig",
-    "Frequency", "GPTConfig", "GPTNeoXConfig", "Layout", "LlamaConfig", "LogConfig", "Matmul", "ModelConfig",
-    "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding", "Schedule",
-    "TrainConfig", "UserModelConfig", "apply_overrides", "changed_size_stages", "check_changes", "check_layout",
-    "checked_data_section", "checked_model_section", "config_from_sections", "data_position_after", "dump_yaml",
-    "fixed_changes", "kept_batch", "kept_batch_note", "largest_size_stage", "load_config", "load_config_of_program",
-    "names_chat", "parse_yaml", "recipe_name", "recipe_names", "recipe_text", "require_data", "resume_changes",
-    "resume_problems", "samples_between", "shapes_of", "size_stage_after", "size_stage_of_step", "size_stages_of",
-    "tokens_of_run", "values_at_step", "weight_names",
+    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "BertConfig", "CheckpointConfig",
+    "CompileConfig", "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName", "EvaluationConfig",
+    "FamilyConfig", "Frequency", "GPTConfig", "GPTNeoXConfig", "Layout", "LlamaConfig", "LogConfig", "Matmul",
+    "ModelConfig", "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding",
+    "Schedule", "TrainConfig", "UserModelConfig", "apply_overrides", "changed_size_stages", "check_changes",
+    "check_layout", "checked_data_section", "checked_model_section", "config_from_sections", "data_position_after",
+    "family_config", "fixed_changes", "kept_batch", "kept_batch_note", "largest_size_stage", "load_config",
+    "load_config_of_program", "names_chat", "recipe_name", "recipe_names", "recipe_text", "require_data",
+    "resume_changes", "resume_problems", "samples_between", "size_stage_after", "size_stage_of_step",
+    "size_stages_of", "tokens_of_run", "values_at_step", "weight_names",
 ]  # fmt: skip

@@ -120,7 +120,7 @@ def _hashable(value: Any) -> Any:
 
 
 def reject(problems: Sequence[str]) -> None:
-    """Raise all `problems` as one pydantic error, if there are any; `error_texts` takes them apart again."""
+    """Raise all `problems` as one pydantic error, if there are any; `error_messages` takes them apart again."""
     if problems:
         # The text comes by the context: in the template itself, its braces would be taken for fields.
         raise PydanticCustomError(PROBLEMS, "{text}", {"text": "; ".join(problems), "problems": list(problems)})

@@ -50,7 +50,7 @@ _SOURCE_NAME = r"(?a)[A-Za-z_][\w-]*"
 
 
 @dataclass(frozen=True)
-class BuiltInText:
+class _BuiltInText:
     """A text of this package.
 
     Attributes:
@@ -64,11 +64,11 @@ class BuiltInText:
     holds_chat: bool = False
 
 
-BUILT_IN_TEXTS: Mapping[str, BuiltInText] = {
-    "stories": BuiltInText("short stories in simple English"),
-    "python": BuiltInText("the standard library's sources and documentation"),
-    "tiny": BuiltInText("a small corpus in the package", file="tiny.jsonl"),
-    CHAT: BuiltInText("small conversations in the package", file="chat.jsonl", holds_chat=True),
+BUILT_IN_TEXTS: Mapping[str, _BuiltInText] = {
+    "stories": _BuiltInText("short stories in simple English"),
+    "python": _BuiltInText("the standard library's sources and documentation"),
+    "tiny": _BuiltInText("a small corpus in the package", file="tiny.jsonl"),
+    CHAT: _BuiltInText("small conversations in the package", file="chat.jsonl", holds_chat=True),
 }
 """Value of `data.dataset` → the text of this package that it names; any other value is a data set of the hub."""
 

@@ -20,7 +20,7 @@ from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value, yaml_scalar
 from shardwise.config.decoders import every_nth_full, every_nth_without_rope
 from shardwise.config.families import FamilyConfig
-from shardwise.config.hugging_face_names import other_fields
+from shardwise.config.hugging_face_names import other_config_fields
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH, effective_scaling, scaling_with_one_type, unknown_scaling_fields
 
@@ -103,7 +103,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     model_type = values.get("model_type")
     families = _families_by_model_type()
     if not isinstance(model_type, str) or model_type not in families:
-        if lacking := other_fields().lacking.get(str(model_type)):
+        if lacking := other_config_fields().lacking.get(str(model_type)):
             raise ConfigError(f"{origin}: model_type ({_shown(model_type)}) is not supported: {lacking}")
         shown = "is missing: it" if model_type is None else f"({_shown(model_type)})"
         raise ConfigError(f"{origin}: model_type {shown} must be {listing(families, 'or')}")
@@ -250,7 +250,7 @@ def _field_status(
         that computes something else, so the user decides (`model.ignore`).
     """
     file = family.config_file
-    known = other_fields()
+    known = other_config_fields()
     only = {**known.only, **file.only}
     if name in file.inert or (known.is_inert(name) and name not in file.only):
         return "inert"
@@ -418,7 +418,7 @@ def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], i
     The fields that no family knows are one error, with the key that leaves them out.
     """
     file = family.config_file
-    only = {**other_fields().only, **file.only}
+    only = {**other_config_fields().only, **file.only}
     problems = [
         f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
         for name, value in file.absent.items()

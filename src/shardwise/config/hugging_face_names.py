@@ -96,8 +96,8 @@ class _OtherFields:
 
 
 @cache
-def other_fields() -> _OtherFields:
-    """Return the record, which is read with the first `config.json`."""
+def other_config_fields() -> _OtherFields:
+    """Return the record of other fields of Hugging Face's `config.json`, read with the first such file."""
     return _OtherFields()
 
 

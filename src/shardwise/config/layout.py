@@ -19,8 +19,7 @@ from shardwise.base.mesh_axes import (
     replicas_name,
 )
 from shardwise.base.units import counted
-from shardwise.config.pipeline_schedule_specs import SCHEDULES
-from shardwise.config.sections import ParallelConfig, TrainConfig
+from shardwise.config.sections import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -209,15 +208,3 @@ class Stage:
         first = self.layers[0]
         last = self.layers[-1]
         return f"{first}" if first == last else f"{first}-{last}"
-
-
-def pipeline_rank_of(parallel: ParallelConfig, stage: int) -> int:
-    """Return the pipeline rank that holds a stage, given by its index in the order of the model.
-
-    Stages are dealt out in rounds, one to each rank. In a V-shaped schedule every second round goes from the last rank
-    to the first, so that rank r of p holds the stages r and 2p-1-r.
-    """
-    round_number, place = divmod(stage, parallel.pipeline)
-    if SCHEDULES[parallel.schedule].is_v_shaped and round_number % 2 == 1:
-        return parallel.pipeline - 1 - place
-    return place

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import user_path
+from shardwise.base.parsing import parse_value, parse_yaml
 from shardwise.config import hugging_face, recipe_files
 from shardwise.config.base_section import Origin, Section
 from shardwise.config.data import DataConfig
@@ -44,7 +45,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, cached: bool = Fa
 
 
 def load_config_of_program(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """The configuration that a program gives: overrides are values, by dotted keys or by sections with keys.
+    """Load a recipe with overrides that are values, as programs give them, by dotted keys or by sections with keys.
 
     Raises:
         ConfigError: as `load_config`.
@@ -76,7 +77,7 @@ def load_config_of_program(recipe: str | Mapping[str, Any], overrides: Mapping[s
 
 def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
     """The sections of a shipped recipe's name, a YAML file or a model, as they are written there."""
-    values = recipe_files.parse_yaml(recipe_files.recipe_text(recipe, cached=cached), recipe)
+    values = parse_yaml(recipe_files.recipe_text(recipe, cached=cached), recipe)
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -87,7 +88,7 @@ def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
 def _fit_training(recipe: str, values: dict[str, Any], typed: Collection[str]) -> None:
     """Let the warmup of a model in place of a recipe follow the steps, and its last rate the peak."""
     train, optimizer = values.get("train"), values.get("optimizer")
-    if recipe_files.is_model(recipe) and isinstance(train, dict) and isinstance(optimizer, dict):
+    if recipe_files.is_model_recipe(recipe) and isinstance(train, dict) and isinstance(optimizer, dict):
         from shardwise.config.model_recipes import default_warmup  # costly to import, for a model alone
 
         if "optimizer.warmup_steps" not in typed:
@@ -156,11 +157,11 @@ def config_from_sections(
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
         # Costly to import, for a configuration that is refused alone.
-        from shardwise.config.error_texts import error_texts
+        from shardwise.config.pydantic_errors import error_messages
 
         for details in error.errors(include_url=False):
             if details["loc"][0] != "model" or not model_is_unread:
-                all_problems += error_texts(details, family)
+                all_problems += error_messages(details, family)
     if all_problems or config is None:
         # pydantic has an error for each type of a union, and these may read the same.
         raise ConfigError(list(dict.fromkeys(all_problems)))
@@ -176,17 +177,21 @@ def checked_data_section(values: Mapping[str, Any]) -> DataConfig:
     return _checked(DataConfig, values, "data")
 
 
-def checked_model_section(values: Mapping[str, Any]) -> FamilyConfig:
-    """A `model` section by itself, of one of the families here; ConfigError with every problem of `values`."""
+def checked_model_section(values: Mapping[str, Any], where: str) -> FamilyConfig:
+    """A `model` section by itself, of one of the families here; ConfigError, with every problem, names its place."""
     family = str(values["family"])
-    return _checked(FAMILIES[family], values, "model", family)
+    try:
+        return _checked(FAMILIES[family], values, "model", family)
+    except ConfigError as error:
+        reasons = error.problems
+    raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons])
 
 
 def _checked(record: type[_SectionT], values: Mapping[str, Any], *names: str) -> _SectionT:
     try:
         return record.model_validate(dict(values))
     except ValidationError as error:
-        from shardwise.config.error_texts import refusal
+        from shardwise.config.pydantic_errors import refusal
 
         raise refusal(error, *names) from None
 
@@ -199,7 +204,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         override.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"the override {override!r} must be UTF-8: rename what it names") from None
-    _set(values, path, recipe_files.parse_value(text, f"the override {override!r}"))
+    _set(values, path, parse_value(text, f"the override {override!r}"))
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:

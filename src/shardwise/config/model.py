@@ -93,8 +93,8 @@ FAMILIES: MutableMapping[str, type[FamilyConfig]] = _Families(_NAMES | _by_name(
 """The value of `model.family` → the family's record. Everything that goes through all families reads this table."""
 
 
-def shapes_of(model: ModelConfig) -> FamilyConfig | None:
-    """Return the configuration of a family, which knows all shapes; None for a class of the user's, as nobody does.
+def family_config(model: ModelConfig) -> FamilyConfig | None:
+    """Return the `model` section of a family, which knows all shapes; None for one of the user's class, which does not.
 
     It is no attribute of the model: `UserModelConfig` has the user's keys, which may have any name.
     """

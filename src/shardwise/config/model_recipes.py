@@ -17,9 +17,9 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
 from shardwise.base.parsing import json_value
-from shardwise.base.units import parse_tokens, tokens_text
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.run_config import Config
+from shardwise.config.token_counts import parse_tokens, tokens_text
 
 CONFIG = "config.json"
 _SHOWN = (
@@ -94,8 +94,8 @@ def comment_and_sections(
     return comment, _values(file, section, tokenizer)
 
 
-def model_remark(named: str, config: Config) -> str:
-    """The line that a command prints on a model in place of a recipe: what it takes of it, and the defaults."""
+def model_recipe_remark(named: str, config: Config) -> str:
+    """The remark on the recipe that a model stands for: what is taken of the model, and the defaults."""
     values = config.model_dump(mode="json")
     keys = (key.partition(".") for key in _SHOWN)
     shown = " ".join(f"{section}.{key}={values[section][key]:.10g}" for section, _, key in keys)

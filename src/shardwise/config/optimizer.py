@@ -192,6 +192,15 @@ class OptimizerConfig(Section):
         share = f"optimizer.warmup_steps ({self.warmup_steps:,}) is {self.warmup_steps / steps:.0%} of train.steps"
         return [("warning", f"{share} ({steps:,}): optimizer.warmup_steps={steps // _USUAL_WARMUP} is 2%")]
 
+    def steps_without_rate(self, steps: int) -> list[str]:
+        """Return a note if the learning rates of `points` end at 0 before the last of so many steps."""
+        return [
+            f"steps {point.at:,} to {steps:,} (train.steps) have a learning rate of 0, as optimizer.points end: "
+            "lower train.steps, or move that point"
+            for point in self.points[-1:]
+            if point.factor == 0 and point.at < steps
+        ]
+
     @property
     def chooses_bias_rate(self) -> bool:
         """True if the step of routers' biases is another one than the default."""

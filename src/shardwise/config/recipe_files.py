@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import TAG, NotReadError, yaml_scalar, yaml_value
+from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config.run_config import Config
 
 _RECIPES = Path(__file__).parent / "recipes"
@@ -35,8 +30,8 @@ def recipe_names() -> list[str]:
     return sorted(_shipped())
 
 
-def is_model(recipe: str) -> bool:
-    """Return whether a model stands in place of a recipe: a `config.json`, a folder that holds one, or a hub id."""
+def is_model_recipe(recipe: str) -> bool:
+    """Return whether a recipe's name is that of a model: a `config.json`, a folder that holds one, or a hub id."""
     if not recipe or recipe.endswith(_SUFFIXES) or recipe in _shipped():
         return False
     path = user_path(recipe)
@@ -56,7 +51,7 @@ def recipe_text(recipe: str, *, cached: bool = False) -> str:
     Raises:
         ConfigError: the recipe is unknown, or its file cannot be read.
     """
-    if is_model(recipe):
+    if is_model_recipe(recipe):
         # Costly to import, for a model alone.
         from shardwise.config.model_recipes import comment_and_sections
 
@@ -123,7 +118,7 @@ def carried_comments(recipe: str, config: Config) -> str:
 
 
 def require_data(config: Config, recipe: str) -> None:
-    """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
+    """Raises ConfigError for a recipe that names no data, with its comments that name some."""
     if config.names_no_data:
         lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)
@@ -131,50 +126,3 @@ def require_data(config: Config, recipe: str) -> None:
             f"{recipe_name(recipe)} must name its data by data.path, data.blend or data.dataset"
             f"{see('runs#no-data-named')}:\n{shown}"
         )
-
-
-def parse_yaml(text: str, origin: str) -> Any:
-    """The value of a recipe's YAML; `origin` names it in errors.
-
-    Raises:
-        ConfigError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
-    """
-    try:
-        return yaml_value(text, origin)
-    except NotReadError as error:
-        raise ConfigError(error.problems) from None
-
-
-def parse_value(text: str, origin: str) -> Any:
-    """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
-    text = text.strip()
-    return parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else yaml_scalar(text)
-
-
-def dump_yaml(values: Mapping[str, Any]) -> str:
-    """A recipe's values as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
-    text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
-    # Characters that are not printable stand in double quotes alone, which take escapes.
-    return "".join(c if c == "\n" or c.isprintable() else f"\\U{ord(c):08x}" for c in text)
-
-
-def _node(value: Any) -> yaml.Node:
-    if isinstance(value, Mapping):
-        pairs = [(_node(str(key)), _node(item)) for key, item in value.items()]
-        return yaml.MappingNode(TAG + "map", pairs, flow_style=False)
-    if isinstance(value, (list, tuple)):
-        return yaml.SequenceNode(TAG + "seq", [_node(item) for item in value], flow_style=True)
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str):
-        plain = yaml_scalar(value) == value and value.isprintable()
-        return yaml.ScalarNode(TAG + "str", value, style=None if plain else '"')
-    if value is None:
-        return yaml.ScalarNode(TAG + "null", "null")
-    if isinstance(value, bool):
-        return yaml.ScalarNode(TAG + "bool", "true" if value else "false")
-    if isinstance(value, int):
-        return yaml.ScalarNode(TAG + "int", str(value))
-    # YAML 1.1 readers (PyYAML's own among them) take 1e-05 for a word and 1.0e-05 for a number.
-    text = repr(float(value))
-    return yaml.ScalarNode(TAG + "float", text if "." in text else text.replace("e", ".0e"))

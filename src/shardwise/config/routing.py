@@ -55,7 +55,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Canonical names in a block with experts."""
+    """The canonical names by which a family's configuration calls the parts of a block with experts."""
 
     layer: str = "mlp"
     router: str = "gate"

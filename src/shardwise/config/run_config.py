@@ -12,13 +12,12 @@ from pydantic import Field, PrivateAttr
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import without_secrets
-from shardwise.base.units import tokens_text
 from shardwise.config.base_section import Section
 from shardwise.config.data import DataConfig
 from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
-from shardwise.config.model import AnyModel, shapes_of
+from shardwise.config.model import AnyModel, family_config
 from shardwise.config.optimizer import Frequency, OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.config.precision import PrecisionConfig
@@ -32,7 +31,7 @@ from shardwise.config.sections import (
     Recompute,
     TrainConfig,
 )
-from shardwise.config.token_counts import Path, replace_at_place, step_places, steps_of_tokens, token_keys
+from shardwise.config.token_counts import Path, replace_at_place, step_places, steps_of_tokens, token_keys, tokens_text
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Config(Section):
     @property
     def shapes(self) -> FamilyConfig | None:
         """The model's configuration if it is of a family; None for a class of the user's, whose shapes nobody knows."""
-        return shapes_of(self.model)
+        return family_config(self.model)
 
     @property
     def known_shapes(self) -> FamilyConfig:

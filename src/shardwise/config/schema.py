@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from shardwise.base.units import TOKENS
 from shardwise.config.base_section import Section
 from shardwise.config.data import StageConfig
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
 from shardwise.config.sections import BATCH_RULE
+from shardwise.config.token_counts import TOKENS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _USER_MODEL = r":"

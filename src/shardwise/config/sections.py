@@ -312,6 +312,10 @@ class TrainConfig(Section):
             reject([f"train.batch_rule ({value!r}) must be left out: train.global_batch='N per M ranks' gives a rule"])
         return value
 
+    def last_step(self, steps_before: int) -> int:
+        """The last step of a run that begins after `steps_before` steps."""
+        return self.steps if self.stop_after is None else min(self.steps, steps_before + self.stop_after)
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a step, over all ranks."""
@@ -337,7 +341,7 @@ class TrainConfig(Section):
 
 
 def gradient_groups(data_grain: int | None, micro_batches: int) -> int:
-    """Return the groups in which the gradients of a step's micro-batches are added."""
+    """Return `train.data_grain`, or its default: the groups in which a step's gradients are added."""
     return math.gcd(micro_batches, _MOST_GRADIENT_GROUPS) if data_grain is None else data_grain
 
 

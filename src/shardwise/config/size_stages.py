@@ -203,7 +203,7 @@ def _model(run: Config, begin: int, sizes: dict[str, Any]) -> ModelConfig:
     try:
         model = type(before).model_validate(before.model_dump() | changes)
     except ValidationError as error:
-        from shardwise.config.error_texts import refusal
+        from shardwise.config.pydantic_errors import refusal
 
         problems = refusal(error, "model", run.model.family).problems
         raise ConfigError([f"{place}: {problem}" for problem in problems]) from None

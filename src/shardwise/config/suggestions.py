@@ -90,7 +90,7 @@ def suggestions(
 
 
 def is_key_or_option(target: str, keys: Collection[str], options: Collection[str] | None) -> bool:
-    """Return whether a target of the record is a key or an option that a command has."""
+    """Return whether a suggestion from the record of other programs' names is a key or an option of a command."""
     if target.startswith("--"):
         return options is None or target in options
     # A Hugging Face file stands in place of a model's keys.
@@ -125,3 +125,19 @@ def section_suggestion(name: str, sections: Collection[str]) -> str | None:
     """The section that a wrong name most likely stands for; None if none is similar."""
     plain = plain_name(name)
     return SECTIONS.get(plain) or nearest_name(plain, sections, cutoff=0.76)
+
+
+REMOVED = {
+    "submit --kubernetes": "give each pod of Kubernetes the torchrun line of docs/cluster.md",
+    "compile --retry-failed": "a graph that failed is compiled again, without an option",
+}
+"""Options as `COMMAND --option`, keys as `section.key`, values as `section.key=value` → one plain sentence.
+
+A reader of input asks `removed_text` before it says that a name or a value is unknown.
+"""
+
+
+def removed_text(spelling: str) -> str | None:
+    """The suggestion for an option, a key or a value that was removed: what to use instead; None for others."""
+    sentence = REMOVED.get(spelling)
+    return None if sentence is None else f"{spelling} was removed: {sentence}"

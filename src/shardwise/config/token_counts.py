@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from shardwise.base.units import parse_tokens
 from shardwise.config.base_section import Section
 
 _UNIT = "unit"
@@ -16,6 +16,23 @@ _STEPS = "steps"
 
 Path = tuple[str | int, ...]
 """The keys, and places in lists, that lead to a value."""
+
+
+TOKENS = r"(\d{1,18}(?:\.\d+)?) ?([kKMBT])(?: tokens)?"
+"""A number of tokens: `500M`, `1.5 T`, `20B tokens`."""
+_TOKEN_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_tokens(text: object) -> int | None:
+    """The number of tokens that a text names, such as `20B tokens`; None for anything else."""
+    match = re.fullmatch(TOKENS, text) if isinstance(text, str) else None
+    return None if match is None else round(float(match[1]) * _TOKEN_POWERS[match[2]])
+
+
+def tokens_text(tokens: int) -> str:
+    """The text of which `parse_tokens` makes a number of tokens: `300B`."""
+    suffix = next((suffix for suffix in "TBM" if tokens >= _TOKEN_POWERS[suffix]), "k")
+    return str(tokens / _TOKEN_POWERS[suffix]).removesuffix(".0") + suffix
 
 
 def step_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:

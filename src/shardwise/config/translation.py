@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from shardwise.base.parsing import yaml_scalar
-from shardwise.config.error_texts import known_paths
+from shardwise.base.parsing import parse_value, yaml_scalar
 from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
-from shardwise.config.recipe_files import parse_value
+from shardwise.config.pydantic_errors import known_paths
 
 _UNSET = (None, "", -1, "auto")
 """Values by which programs say that a setting is left out."""
@@ -33,7 +32,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of another program, and what became of it.
+    """The translation of a setting of another program.
 
     Attributes:
         keys: our keys and options with their values.
@@ -53,7 +52,7 @@ class _NoCounterpartError(Exception):
 
 
 def evaluate_expression(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
-    """The value of a formula for another program's setting, of numbers, texts, lists, mappings and dotted names.
+    """The value of a formula that translates a setting, of numbers, texts, lists, mappings and dotted names.
 
     Raises:
         KeyError: a quantity is not known. ValueError: the expression has something else in it, such as a call.

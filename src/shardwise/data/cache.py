@@ -287,7 +287,7 @@ def remember_same_tokens(root: Path, key: str, other_key: str) -> None:
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:
-    """A digest of a whole file of up to `blocks` × 64 KiB, or of as many blocks spread evenly over a larger file.
+    """A digest, for the cache, of a whole data file of up to `blocks` × 64 KiB, else of as many blocks spread over it.
 
     The first and the last block are among them, so `blocks` is at least 2. A start must not read 100 GB, and this finds
     truncation and most lost pages.

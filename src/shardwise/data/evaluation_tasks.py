@@ -26,7 +26,7 @@ _TOP_K = 50
 
 
 def require_lm_eval(settings: EvaluationConfig) -> None:
-    """Raise ConfigError unless `lm_eval` is installed and the folder of task files exists."""
+    """Raise ConfigError unless the data of tasks can be read: `lm_eval` is installed, their folder exists."""
     folder = settings.tasks_path
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'")
@@ -77,7 +77,7 @@ def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainCo
     tasks: dict[str, Any] = {}
     for name in names:
         try:
-            with quiet_libraries():
+            with quiet_lm_eval():
                 tasks |= manager.load([name])["tasks"]
         except Exception as error:  # noqa: BLE001  # the library's own, of the file system, of the network
             problems.append(f"the data of evaluation.tasks ({name}) cannot be read: {first_line(error)}")
@@ -123,7 +123,7 @@ def longest_task_input(model: ModelConfig, train: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class ContinuationSettings:
-    """The `generation_kwargs` of a task of `lm_eval`; `draws`: tokens are drawn, else the likeliest is taken."""
+    """The `generation_kwargs` in the data of a task; `draws`: tokens are drawn, else the likeliest is taken."""
 
     max_tokens: int
     until: Sequence[str]
@@ -149,8 +149,8 @@ class ContinuationSettings:
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Keep what `lm_eval` and its libraries print, such as progress bars, out of logs and of a command's output."""
+def quiet_lm_eval() -> Iterator[None]:
+    """Keep what `lm_eval` and the libraries of tasks' data print, such as progress bars, out of logs and of output."""
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
     # Its remarks on each attempt go to the standard error of its import.
     logger = logging.getLogger("huggingface_hub")

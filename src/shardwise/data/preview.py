@@ -22,6 +22,7 @@ from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.encoding import document_marks
 from shardwise.data.tokens.tokenizer import trained_special_tokens
+from shardwise.data.tokens.tokenizer_files import place_of_tokenizer, resolve_tokenizer
 
 _UNUSED = 0.1
 """Share of the vocabulary that a tokenizer may leave without a token, as padding and reserved tokens do."""
@@ -138,7 +139,7 @@ def _tokenizer_text(request: DataRequest, contents: DataContents, warnings: list
 
 
 def _user_tokenizer_text(request: DataRequest, name: str, contents: DataContents, warnings: list[str]) -> str:
-    place = hub.place_of_tokenizer(name)
+    place = place_of_tokenizer(name)
     if not isinstance(place, Path) and (location := hub.find_on_hub(place)) != "cache":
         return f"{name}: {hub.FOUND[location]}"
     problems: list[str] = []
@@ -148,7 +149,7 @@ def _user_tokenizer_text(request: DataRequest, name: str, contents: DataContents
         raise DataError(problems)
     note = "" if tokenizer.note is None else f"; {tokenizer.note}"
     if contents == "conversations":
-        template = ChatTemplate.or_built_in(hub.resolve_tokenizer(name, cached=True), name)
+        template = ChatTemplate.or_built_in(resolve_tokenizer(name, cached=True), name)
         note += f"; chat template: {template.name}"
     else:
         document_marks(request.data, tokenizer)

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.devices import mark
@@ -95,7 +95,7 @@ class Pending:
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """Return the sum of `[n, …]` over its first dim, n a power of two: neighbours are added, then their sums.
+    """Return the sum of `[n, …]` over dim 0, as a reduction over ranks adds n parts in a tree; n is a power of two.
 
     The sum of each aligned run of 2^k parts is a node of this tree: ranks that hold such runs can add up theirs alone,
     and the result is the same to the last bit for any number of ranks.
@@ -350,7 +350,7 @@ def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
 
 
 def reduce_numbers(values: Sequence[int], group: Group, *, op: str = "max") -> list[int]:
-    """The largest of the ranks' whole numbers, one by one, or with `op` sum their sums; the host waits for them.
+    """Reduce whole numbers over the ranks: the largest, one by one, or with `op` sum their sums; the host waits.
 
     For agreements, most of which find that all is well: what each rank sends and receives does not grow with the ranks,
     as all their objects do.
@@ -370,7 +370,7 @@ def any_rank(flag: bool, group: Group) -> bool:
 
 
 def all_gather_objects(value: _R, group: Group) -> list[_R]:
-    """Every rank's picklable value, in group order: for reports, never on the hot path.
+    """All-gather every rank's picklable value, in group order: for reports, never on the hot path.
 
     Over the world, only where ranks are known to have something to tell: each of them unpacks what all of them sent.
     """
@@ -393,7 +393,7 @@ def gather_objects(value: _R, group: Group) -> list[_R] | None:
 
 
 def broadcast_object(value: _R, group: Group) -> _R:
-    """The first rank's picklable value, on every rank."""
+    """Broadcast the first rank's picklable value to every rank."""
     if group.size == 1:
         return value
     values = [value]
@@ -534,12 +534,12 @@ def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def enter_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """x for a layer whose ranks each use all of it: `gather_sequence` or `copy_to_group`."""
+    """The collective before a layer whose ranks each use all of x: `gather_sequence` or `copy_to_group`."""
     return _apply("gather" if sequence_parallel else "copy", x, group)
 
 
 def leave_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """The sum of what each rank of a layer has made of its part: `scatter_sum_sequence` or `reduce_from_group`."""
+    """The collective after a layer, whose ranks have parts of a sum: `scatter_sum_sequence` or `reduce_from_group`."""
     return _apply("scatter_sum" if sequence_parallel else "reduce", x, group)
 
 
@@ -562,7 +562,7 @@ _Item = TypeVar("_Item")
 
 
 def union(items: Iterable[_Item], group: Group) -> list[_Item]:
-    """Gather the items of a group's ranks, each item once, in the same order on every rank.
+    """All-gather the items of a group's ranks, each item once, in the same order on every rank.
 
     Where no rank has one, as in a healthy job, the ranks exchange a flag and no more.
     """
@@ -574,7 +574,19 @@ def union(items: Iterable[_Item], group: Group) -> list[_Item]:
     return list(dict.fromkeys(chain.from_iterable(by_rank)))
 
 
+def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
+    """Broadcast a parameter's value from the group's first rank, whatever its dtype and memory format."""
+    if group.size == 1 or not parameter.numel():
+        return
+    value = parameter.detach()
+    contiguous = value.contiguous()
+    # As bytes: backends lack broadcasts of some dtypes.
+    broadcast_(contiguous.view(-1).view(torch.uint8), group)
+    if contiguous is not value:
+        value.copy_(contiguous)
+
+
 def raise_on_all_ranks(problems: list[str], group: Group) -> None:
-    """Gather the problems of a group's ranks, and raise them on every rank as one ConfigError, or none."""
+    """All-gather the problems of a group's ranks, and raise them on every rank as one ConfigError, or none."""
     if all_problems := union(problems, group):
         raise ConfigError(all_problems)

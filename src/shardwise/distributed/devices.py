@@ -98,8 +98,8 @@ def begin_use(device: torch.device) -> None:
     torch.empty(1, device=device)
 
 
-def show_one_core(device: torch.device) -> None:
-    """Leave this rank one of the NeuronCores that all ranks are shown; ConfigError if there are too few."""
+def choose_neuron_core(device: torch.device) -> None:
+    """Take one of the visible NeuronCores as this rank's device; ConfigError if there are too few for all ranks."""
     cores = visible_neuron_cores() if device.type != "cpu" else []
     if 1 < len(cores) <= device.index:
         raise ConfigError(
@@ -178,7 +178,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy of a device's tensor in the host's pinned memory, from and to which the host need not wait for copies."""
+    """A device's tensor copied to the host's pinned memory, from and to which the host need not wait for copies."""
     host = tensor.cpu()
     return host.pin_memory() if has_data(host) else host
 
@@ -211,7 +211,7 @@ def add_in_one_order(device: torch.device, threads: int) -> None:
 
 
 def use_flash_attention_3(device: torch.device) -> None:
-    """Let a CUDA device compute attention by FlashAttention 3 (arXiv:2407.08608); ConfigError if it is not there."""
+    """Switch a device's attention kernels to FlashAttention 3 (arXiv:2407.08608); ConfigError if it has none."""
     if device.type == "cuda":
         if torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) != (9, 0):
             where = f"compute capability {found[0]}.{found[1]}: its kernels are for 9.0, such as an H100"
@@ -263,7 +263,7 @@ def least_flex_width(device: torch.device) -> int:
 
 @functools.cache
 def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """True if a kernel of the device attends to documents of any length in one call (`varlen_attn`).
+    """True if the device has a kernel that attends to documents of any length in one call (`varlen_attn`).
 
     Kernels and releases of torch differ in the dtypes and widths that they take, in windows, in keys that queries share
     and in whether they have a backward pass. A small call answers for all.
@@ -317,14 +317,14 @@ _process = functools.cache(psutil.Process)
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes of a device's memory that this process holds now: allocated on an accelerator, resident on the CPU."""
+    """Ask a device for the bytes that this process holds now: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.memory_allocated(device))
     return int(_process(os.getpid()).memory_info().rss)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of a device's memory since the process began: allocated on an accelerator, resident on the CPU."""
+    """Ask a device for the peak bytes of this process: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     import resource
@@ -335,7 +335,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def allocator_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes of an accelerator's allocator: `allocated` by tensors, `reserved` for them, and the most of each so far.
+    """Ask a device's allocator for its bytes: `allocated` by tensors, `reserved` for them, and the most of each.
 
     Empty on the CPU. The host does not wait.
     """
@@ -351,7 +351,7 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 
 
 def utilization() -> float | None:
-    """The utilization of this rank's device, a GPU, 0 to 1; None where no library tells it."""
+    """Ask this rank's device, a GPU, for its utilization, 0 to 1; None where no library tells it."""
     try:
         return torch.cuda.utilization() / 100
     except Exception:  # noqa: BLE001  no library, no driver, or a device that NVML does not see
@@ -359,7 +359,7 @@ def utilization() -> float | None:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of an accelerator's memory; None for the CPU, and where the device does not tell."""
+    """Ask an accelerator for the bytes of its memory; None for the CPU, and where the device does not tell."""
     if device.type == "cpu":
         return None
     try:
@@ -440,7 +440,7 @@ def has_wide_integers(device: torch.device) -> bool:
 
 
 def shares_memory(device: torch.device, ranks: int) -> bool:
-    """True if so many neighbouring ranks are on CUDA devices of one machine that read each other's memory."""
+    """True if the devices of so many neighbouring ranks are GPUs with access to each other's memory (CUDA peers)."""
     if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % ranks:
         return False
     first = (device.index or 0) // ranks * ranks
@@ -464,7 +464,7 @@ def compiles_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def cpu_prefers_onednn() -> bool:
-    """True if float32 matmuls run faster by oneDNN than by MKL: on x86 processors that are not Intel's."""
+    """True if this rank's device, a CPU that is not Intel's, runs float32 matmuls faster by oneDNN than by MKL."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     cpuinfo = Path("/proc/cpuinfo")

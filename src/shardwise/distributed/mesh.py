@@ -511,7 +511,7 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     if job_size() > _CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device = device if device is not None else devices.local_device()
-    devices.show_one_core(device)
+    devices.choose_neuron_core(device)
     limit = timedelta(seconds=timeout)
     backend = devices.backend(device)
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.

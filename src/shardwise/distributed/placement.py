@@ -367,29 +367,9 @@ def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
     _change_pieces(parameter, marked)
 
 
-def add_head_leaf(parameter: nn.Parameter) -> Tensor:
-    """Give a placed embedding weight a leaf with its own gradient, by which the output head uses it.
-
-    Over a pipeline the embedding and the head are on two ranks, whose gradients are added once a step. With a leaf,
-    they are added in the same order where one rank has both.
-    """
-    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-    cast(Any, parameter).head_leaf = leaf
-    return leaf
-
-
-def head_leaf(parameter: nn.Parameter) -> Tensor | None:
-    """The leaf that `add_head_leaf` gave a parameter, on its present memory; None for a parameter without one."""
-    leaf: Tensor | None = getattr(parameter, "head_leaf", None)
-    # The memory of a released parameter is not there, and has not moved.
-    if leaf is not None and not getattr(parameter, "is_released", False):
-        leaf.data = parameter.data
-    return leaf
-
-
 @dataclass(eq=False)
 class FurtherGradient:
-    """A gradient of a parameter that adds up by itself, and that the optimizer adds to the parameter's once a step.
+    """A gradient of a placed parameter that adds up by itself; the optimizer adds it to the parameter's once a step.
 
     Attributes:
         grad: the sum until now; None before the first term.
@@ -408,12 +388,12 @@ class FurtherGradient:
 
 
 def add_further_gradients(parameter: nn.Parameter, count: int) -> None:
-    """Give a parameter gradients of which its layer adds up each by itself; in pairs, they are added once a step."""
+    """Give a placed parameter gradients that its layer adds up each by itself; in pairs, they are added once a step."""
     cast(Any, parameter).further_gradients = [FurtherGradient() for _ in range(count)]
 
 
 def further_gradients(parameter: Tensor) -> list[FurtherGradient]:
-    """Return the gradients that `add_further_gradients` gave a parameter."""
+    """Return the further gradients of a placed parameter, which `add_further_gradients` gave it."""
     gradients: list[FurtherGradient] = getattr(parameter, "further_gradients", [])
     return gradients
 
@@ -459,7 +439,7 @@ Pieces = dict[nn.Parameter, tuple[Piece, ...]]
 
 
 def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
-    """The placement's pieces of each parameter of an optimizer's groups, by names that are full and unique.
+    """The pieces of the placement of each parameter of `groups`, by names that are full and unique.
 
     A name that is not full is completed by the parameter's number among those of its name and shape, and by the
     pipeline stage: every layout without a pipeline gives the same.

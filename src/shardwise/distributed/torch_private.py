@@ -221,7 +221,7 @@ def _unwrapped_without_compiler(method: Callable[..., Any]) -> Callable[..., Any
 
 
 class WithoutCompiler(torch.optim.Optimizer):
-    """A torch optimizer whose private decorators, which import torch's compiler, are left out: that is slow.
+    """An optimizer without torch's private decorators, which import torch's compiler: that is slow.
 
     Some methods of `torch.optim.Optimizer` must not be traced by the compiler; their decorators import it at the first
     call. As long as nobody else imported the compiler, nothing can trace them, and they work without decorators.
@@ -233,7 +233,7 @@ class WithoutCompiler(torch.optim.Optimizer):
 
 
 def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass of a torch optimizer that is a `WithoutCompiler`: private decorators of torch are left out."""
+    """Make a torch optimizer a `WithoutCompiler`: a subclass without torch's private decorators."""
     module = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
     return types.new_class(
         optimizer_class.__name__, (optimizer_class, WithoutCompiler), exec_body=lambda body: body.update(module)
@@ -398,7 +398,7 @@ def prepare_compiler(threads: int) -> None:
 
 
 def kept_function(path: Path, traced: Any, args: tuple[Any, ...]) -> Any:
-    """Load torch's compiled function from a file, or compile it for these arguments into the file; None if that fails.
+    """Load torch's compiled function from a file, or compile it into the file, by private names; None if that fails.
 
     `traced` is of `torch.compile`. The function is `fn` of what is returned; `guard_check` tells if arguments fit it.
     """

@@ -21,7 +21,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class BucketShape:
-    """One bucket: (offset, parameter) of each parameter, its elements with padding, and the number of equal slices."""
+    """The estimated shape of a bucket: (offset, parameter) of its parameters, padded elements, number of slices."""
 
     parameters: tuple[tuple[int, LocalParameter], ...]
     elements: int

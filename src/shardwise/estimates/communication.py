@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.config.layout import pipeline_rank_of
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.estimates.feed_forward import (
     expert_load_bytes,
@@ -39,6 +38,7 @@ from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
 from shardwise.estimates.transfer import Kind, Transfer, gather_transfer, sum_transfer, tensor_transfer
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.optim.bucket_layout import LIMBS
+from shardwise.pipeline.partition import pipeline_rank_of
 
 _FLOAT32 = 4
 _FLOAT64 = 8

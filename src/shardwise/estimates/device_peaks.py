@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import DtypeName, parse_yaml
+from shardwise.base.parsing import parse_yaml
+from shardwise.config import DtypeName
 
 DEVICE_FILES = Path(__file__).parent / "devices"
 """Folder of a YAML file for each device, whose figures are `{value: NUMBER, source: TEXT}`."""
@@ -40,7 +41,7 @@ def peak_flops(device_name: str, dtype: DtypeName) -> float | None:
 
 
 def devices_per_chip(device_name: str) -> int:
-    """The number of devices of a chip of one rank's device, which has one price; 1 for a device that is a chip."""
+    """The devices on one chip, which has one price, by a name as `peak_flops` takes it; 1 for one that is a chip."""
     name = _entry(device_name).get("device")
     figures = parse_yaml((DEVICE_FILES / f"{name}.yaml").read_text(encoding="utf-8"), name) if name else {}
     return int(figures.get("devices_per_chip", {"value": 1})["value"])

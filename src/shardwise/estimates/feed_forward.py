@@ -10,8 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.base import units
-from shardwise.config import FamilyConfig, Layout
 from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.transfer import Transfer, gather_transfer, sum_transfer
@@ -22,7 +20,7 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class FeedForwardBytes:
-    """Bytes of activations in the second half of a block.
+    """Estimated bytes of activations in the second half of a block.
 
     Attributes:
         saved: for the backward pass, with dropout and without the norm.
@@ -186,7 +184,7 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 
 
 def routed_block_counts(workload: RankWorkload) -> Counter[Routing]:
-    """The number of blocks on this rank for each rule of routers."""
+    """The number of blocks on this rank for each rule of routers, for estimates."""
     layers = (layer for stage in workload.stages for layer in stage.layers)
     return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
 
@@ -205,7 +203,7 @@ def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) ->
 
 
 def routing_forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
-    """The transfers of the forward pass of experts in all blocks.
+    """The estimated transfers of the forward pass of experts in all blocks.
 
     Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
     experts, [T·D, H] and [T·D, 2k] in float32, and back what arrived, [U, H]. In bit-equal sums a token travels to each
@@ -259,17 +257,7 @@ def _choices(workload: RankWorkload, routing: Routing) -> int:
 
 
 def load_reading_transfers(workload: RankWorkload) -> Transfer:
-    """The transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
+    """The estimated transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
     rules = workload.model.routings.values()
     numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
     return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
-
-
-def expert_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
-    """The experts of a model as a row of a dry run; none for a dense model."""
-    rule = model.any_routing
-    if rule is None:
-        return []
-    local_experts = "all" if layout.expert == 1 else rule.experts // layout.expert
-    blocks = units.counted(len(model.routings), "block")
-    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {local_experts} on each rank")]

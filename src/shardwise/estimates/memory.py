@@ -5,14 +5,15 @@ Legend: see `estimates/rank_workload.py`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
-from shardwise.base import hardware, units
-from shardwise.base.errors import see
+from shardwise.base.hardware import torch_version
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import (
     activation_stack,
@@ -38,6 +39,7 @@ from shardwise.models.parameter_counts import (
 )
 from shardwise.optim.bucket_layout import matrix_chunk_elements, rounding_chunk_elements
 from shardwise.pipeline.action_order import action_order
+from shardwise.pipeline.partition import pipeline_rank_of
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3
@@ -109,7 +111,7 @@ def expected_memory(
 
 
 def memory_stand_in(config: Config, own_shapes: OwnShapes, accelerator: bool) -> Config:
-    """Return `config` with a Llama in place of the user's own model, whose estimated memory is that of the own one."""
+    """Return `config` with a Llama in place of the user's own model, for which the memory estimates are the same."""
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
     memory = expected_memory(alone.model_copy(update={"model": own_shapes.like}), Layout(1), accelerator)
     assert memory is not None, "the shapes of a family are known"
@@ -131,7 +133,7 @@ def neediest_stage(stages: Sequence[Config], layout: Layout, accelerator: bool =
 
 
 def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> tuple[int, int] | None:
-    """Return bytes of the state and bytes at the peak, summed over ranks of one machine that compute on its CPU.
+    """Estimate the bytes of state and at the peak of a step, summed over ranks of one machine that compute on its CPU.
 
     None for a model of your own. `ranks` are their numbers in the job.
     """
@@ -310,12 +312,13 @@ def messages_of_a_micro_batch(workload: RankWorkload) -> int:
     return workload.x_bytes * sum(back + (onwards and not _frees_onwards()) for onwards, back in sends)
 
 
+@cache
 def _frees_onwards() -> bool:
     """Return whether a rank with several stages frees what it sends to a next stage before the end of the step.
 
     torch 2.15 waits for such a send when the micro-batch's backward pass has gone through the stage.
     """
-    return hardware.torch_release() >= (2, 15)
+    return tuple(map(int, re.findall(r"\d+", torch_version())[:2])) >= (2, 15)
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
@@ -512,7 +515,7 @@ def _rounding(workload: RankWorkload) -> tuple[int, int]:
 
 
 def leaves_to_memory(config: Config, layout: Layout, accelerator: bool) -> bool:
-    """Return whether a key leaves something to the estimated memory of a rank.
+    """Return whether the estimate of a rank's memory decides on a key of the configuration.
 
     Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
     """
@@ -533,12 +536,3 @@ def settings_left_to_memory(config: Config, layout: Layout) -> list[dict[str, ob
     if is_open and not (config.splits_backward or config.precision.matmul):
         choices += [settings | {"sequence_regather": True} for settings in choices]
     return choices
-
-
-def too_large_text(needed: float, memory: float, device: str) -> str:
-    """The message where the estimate of a rank's memory exceeds that of its device."""
-    return (
-        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
-        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
-        f"train.recompute=full{see('runs#model-does-not-fit')}"
-    )

@@ -29,7 +29,7 @@ _FP8 = 1
 
 @dataclass(frozen=True, eq=False)
 class RankWorkload:
-    """The inputs of the formulas, for one pipeline rank. It is equal to itself alone, as a key of caches.
+    """The inputs of the estimates, for one pipeline rank. It is equal to itself alone, as a key of caches.
 
     Attributes:
         model: configuration of a family whose shapes are known.

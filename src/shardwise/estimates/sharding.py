@@ -7,7 +7,7 @@ starts and ends reductions of gradients, but with bytes in place of tensors.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -413,3 +413,8 @@ def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> 
         kept = are_freed and bucket.slices == 1
         elements += (copies - kept) * bucket.elements * (bucket.divided_over if workload.is_bit_equal else 1)
     return elements * DTYPE_BYTES[workload.precision.gradient]
+
+
+def owned_elements(elements: Mapping[int, int], shards: int) -> float:
+    """Estimate how many parameters, of `elements_by_ranks`, a rank updates where ZeRO cuts over so many ranks."""
+    return sum(count / max(1, shards // divided) for divided, count in elements.items())

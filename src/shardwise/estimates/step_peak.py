@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from shardwise.config import ParallelConfig, Schedule
-from shardwise.pipeline.action_order import Action, action_order
+from shardwise.pipeline.action_order import Action
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes that one micro-batch needs in one stage.
+    """Estimated bytes that one micro-batch needs in one stage.
 
     Attributes:
         kept: bytes from the forward pass until the gradients of the weights are computed.
@@ -44,7 +42,7 @@ class PassBytes:
 
 @dataclass(frozen=True)
 class StepPeak:
-    """The largest numbers of bytes in a step.
+    """The estimated peak of a step: its largest numbers of bytes.
 
     Attributes:
         activations: bytes kept for backward passes.
@@ -64,7 +62,7 @@ class StepPeak:
 def step_peak(
     order: Iterable[Action], passes: Mapping[int, PassBytes], micro_batches: int, *, frees_onwards: bool = False
 ) -> StepPeak:
-    """Return the peak of a rank that does its actions in this order.
+    """Return the estimated peak of a rank that does its actions in this order.
 
     Args:
         order: actions of the rank.
@@ -88,20 +86,6 @@ def step_peak(
         if frees_onwards and action.kind in ("input", "backward"):
             ledger.sent -= needs.onwards
     return ledger.peak()
-
-
-@cache
-def blocks_in_flight(schedule: Schedule, pipeline: int, stages: tuple[int, ...], micro_batches: int) -> int:
-    """Return the most blocks of the first pipeline rank that keep a micro-batch at a time; `stages`: blocks of each."""
-    parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule, virtual_stages=len(stages))
-    # Halves of backward passes keep blocks for longer, so that whole ones are a bound for both.
-    order = action_order(parallel, micro_batches, 0, "full")
-    numbers = sorted({action.stage for action in order})
-    passes = {
-        number: PassBytes(kept=blocks, loss=0, loss_kept=0, backward=0, last=0, waiting=0, reduction=0)
-        for number, blocks in zip(numbers, stages, strict=True)
-    }
-    return step_peak(order, passes, micro_batches).activations
 
 
 class _Ledger:

@@ -40,11 +40,11 @@ def tensor_transfer(workload: RankWorkload, kind: Kind, size: int, tensor: str, 
 
 
 def gather_transfer(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
-    """The all-gather at the start of a region of tensor parallelism; without sequence parallelism it sends nothing."""
+    """The estimated all-gather where a region of tensor parallelism begins; without sequence parallelism, nothing."""
     return tensor_transfer(workload, "all_gather", size if workload.layout.sequence_parallel else 0, tensor, count)
 
 
 def sum_transfer(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
-    """The sum at the end of a region of tensor parallelism; under sequence parallelism each rank gets a part."""
+    """The estimated sum where a region of tensor parallelism ends; under sequence parallelism each rank gets a part."""
     kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
     return tensor_transfer(workload, kind, size, tensor, count)

@@ -34,7 +34,7 @@ from shardwise.base.hardware import has_plugin
 from shardwise.base.registered import imported
 from shardwise.launch import rank_process, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
-from shardwise.launch.first_failure import Failure, exit_codes_file, report_failure
+from shardwise.launch.first_failure import Failure, exit_codes_file, report_first_failure
 from shardwise.launch.node import this_node
 from shardwise.runs.folder import open_log
 
@@ -137,7 +137,7 @@ def _start(command: list[str], forks: bool) -> dict[int, int] | None:
             process = os.fork() if forks else os.posix_spawnp(command[0], command, os.environ)
         except BlockingIOError:
             text = f"rank {rank} cannot be started: the limit on processes (`ulimit -u`) is reached"
-            report_failure(Failure(rank, text, RunError.exit_code))
+            report_first_failure(Failure(rank, text, RunError.exit_code))
             raise
         if process == 0:
             return None

@@ -46,7 +46,7 @@ TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of one process in a launched job."""
+    """The place of one process in a launched job, by its environment variables."""
 
     rank: int
     local_rank: int

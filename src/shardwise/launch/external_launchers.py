@@ -113,7 +113,7 @@ def task_of(variables: Mapping[str, str]) -> _LauncherTask | None:
 
 
 def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> None:
-    """End the other tasks of the step that this task of `srun` belongs to: it has failed, and they may wait for it.
+    """End the other tasks that `srun` launched in the step of this one: it has failed, and they may wait for it.
 
     torchrun and Open MPI do so themselves, srun only with --kill-on-bad-exit, and the mpiexec of MPICH and Intel MPI
     where a task asks for it by PMI. Tasks with the same wrong input wait for their turn to say so
@@ -272,7 +272,7 @@ def _first_host(variables: Mapping[str, str]) -> str:
 
 
 def address_of(name: str) -> str:
-    """Return the address of a node of SLURM, by which the ranks of the other nodes reach it.
+    """Return MASTER_ADDR for ranks that `srun` starts: the address of a node, by which other nodes reach it.
 
     Raises:
         ConfigError: it is not known. It is never guessed: a job that meets on a wrong machine hangs.

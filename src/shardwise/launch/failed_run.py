@@ -9,25 +9,27 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from shardwise.base import errors
-from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see, text_of_error
 from shardwise.base.redaction import redacted, redacted_arguments
 from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
-from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure, text_of_error
+from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure
 from shardwise.launch.stop_requests import is_installed, signal_name
-from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of, what_is_saved
-from shardwise.runs.failure_record import FailureRecord, checkpoint_intervals, failure_of, recorded_sections, will_recur
+from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_checkpoint_text, seconds_of
+from shardwise.runs.failure_record import FailureRecord, failure_of, recorded_sections
 from shardwise.runs.folder import RunDirectory, now, open_log
 
 
 def show_error(
     error: BaseException, place: Rank | None, run_path: Path | None, log: Path | None, began: float
 ) -> Failure:
-    """Show the error that ends the work of a rank once for all ranks, and record it in the run's folder."""
+    """Show the error by which a launched rank fails once for all ranks, and record it in the run's folder."""
     failure = failure_of_error(error, 0 if place is None else place.rank, run_path, log)
     # A request of the user to end at once is no failure of the run.
     is_request = isinstance(error, KeyboardInterrupt)
@@ -45,7 +47,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         if run_path is not None:
-            text = f"the run was {stopped}; {what_is_saved(run_path)}"
+            text = f"the run was {stopped}; {newest_checkpoint_text(run_path)}"
             # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
             code = RunError.exit_code if is_installed() else StoppedError.exit_code
             return Failure(rank, text, code)
@@ -80,8 +82,8 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
     return False
 
 
-def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
-    """Tell of the failure of a rank of a program, once for all ranks: rank 0 is first to tell what all have met."""
+def send_failure_notice(failure: Failure, run: Path, began: float) -> None:
+    """Send the notice of a failed run from one of its ranks: rank 0 is first, the others wait."""
     time.sleep((2.0 + 0.01 * (failure.rank % 100)) * (failure.rank > 0))
     mark = run / ".failure-told"
     with contextlib.suppress(OSError):  # the folder may be gone; file systems round times
@@ -128,8 +130,8 @@ def failure_text(
         log=_log(run, failure),
         step=_steps_done(run, began, steps),
         checkpoint=checkpoint,
-        **checkpoint_intervals(sections),
-        resume=None if will_recur(failure.text, sections, checkpoint) else resume,
+        **_checkpoint_intervals(sections),
+        resume=None if _will_recur(failure.text, sections, checkpoint) else resume,
     )
     # A full disk must not hide the failure.
     with contextlib.suppress(OSError):
@@ -138,7 +140,7 @@ def failure_text(
 
 
 def resume_command(run: Path) -> str | None:
-    """Return the command line of this process with the run's folder, as a user types it.
+    """Return the command that resumes a failed run: that of this process with the run's folder.
 
     None of a program, and of a replay, whose folder is removed.
     """
@@ -152,6 +154,24 @@ def resume_command(run: Path) -> str | None:
     ]
     folder = [f"--run-dir={run}"] if str(run).startswith("-") else ["--run-dir", str(run)]
     return shlex.join(["shardwise", *kept, *folder])
+
+
+def _checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `every` and `every_minutes` of a run's checkpoints; None for one that is unknown."""
+    checkpoint = sections.get("checkpoint", {})
+    every = checkpoint.get("every")
+    minutes = checkpoint.get("every_minutes")
+    return {
+        "every": every if isinstance(every, int) else None,
+        "every_minutes": minutes if isinstance(minutes, int | float) else None,
+    }
+
+
+def _will_recur(text: str, sections: Mapping[str, Mapping[str, Any]], checkpoint: int) -> bool:
+    """Return True if such a failure comes again: a drift by the run's own model; a loss, without a `checkpoint`."""
+    is_same_loss = not checkpoint and see("training#loss-not-finite") in text
+    is_own = ":" in str(sections.get("model", {}).get("family", ""))
+    return is_same_loss or (is_own and see("training#drifted-parameters") in text)
 
 
 def _has_begun(run: Path) -> bool:

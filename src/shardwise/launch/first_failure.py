@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwise.base import files, parsing, redaction, terminal
-from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
+from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.launch import rank_output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
 from shardwise.launch.stop_requests import signal_name
@@ -71,13 +71,6 @@ def _complaint(text: str) -> str:
     return f"{terminal.fit_to_terminal(f'{program}{redaction.redacted(text)}', sys.stderr)}\n"
 
 
-def text_of_error(error: ShardwiseError) -> str:
-    """Return the text of an error that ends a job, with the number of its problems above them if there are several."""
-    if isinstance(error, ConfigError) and len(error.problems) > 1:
-        return f"{len(error.problems)} errors\n{error}"
-    return str(error)
-
-
 def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure], str] | None = None) -> None:
     """Show a failure once for the whole job: through the launcher, else from the first rank that meets it.
 
@@ -86,7 +79,7 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
     """
     is_late = False
     if place is not None:
-        if report_failure(replace(failure, text=redaction.redacted(failure.text))):
+        if report_first_failure(replace(failure, text=redaction.redacted(failure.text))):
             return
         if place.rank != 0 and not failure.waited:
             # The launcher ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks
@@ -104,8 +97,8 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
     print_error(text)
 
 
-def report_failure(failure: Failure) -> bool:
-    """Record the failure of a rank, unless another was first; True if a launcher reads and shows the record."""
+def report_first_failure(failure: Failure) -> bool:
+    """Write a rank's failure to the launcher's file, unless another was first; True if a launcher reads it."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
@@ -118,8 +111,8 @@ def report_failure(failure: Failure) -> bool:
     return True
 
 
-def read_rank_failure(path: Path) -> Failure | None:
-    """Read the failure that a rank recorded for its launcher; None without one, or if it was killed as it wrote."""
+def read_first_failure(path: Path) -> Failure | None:
+    """Read the first failure of a job from the file of its launcher; None without one, or one that is cut short."""
     try:
         return Failure(**parsing.json_value(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
@@ -127,7 +120,7 @@ def read_rank_failure(path: Path) -> Failure | None:
 
 
 def report_stop(rank: int, text: str) -> bool:
-    """Record that the run stopped as it was asked to, and all is saved; returns True if a launcher shows it."""
+    """Tell the launcher that the run stopped as it was asked to, and all is saved; returns True if it shows that."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
@@ -162,7 +155,7 @@ def stop_record(logs: Path) -> Path:
 
 
 def exit_codes_file(logs: Path) -> Path:
-    """Path of the agent's file on the failed ranks of its node: rank → exit code, or minus the signal."""
+    """Path of the launcher's file on the failed ranks of its node: rank → exit code, or minus the signal."""
     return logs / "exit-codes.json"
 
 

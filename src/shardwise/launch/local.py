@@ -30,7 +30,7 @@ from shardwise.launch.first_failure import (
     ended_early,
     exit_codes_file,
     read_exit_codes,
-    read_rank_failure,
+    read_first_failure,
     root_cause,
     stop_record,
 )
@@ -43,7 +43,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class LaunchError(RunError):
-    """A failure of the launched ranks; `exit_code` is the one that the rank at fault asked for."""
+    """The launched ranks failed; `exit_code` is the one that the rank at fault asked for."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class LaunchError(RunError):
 
 
 class EndedError(LaunchError):
-    """The end of the ranks by a signal, at once: steps since the last checkpoint, if any were taken, are not saved."""
+    """A signal ended the launched ranks at once: steps since the last checkpoint, if any were taken, are not saved."""
 
 
 def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
@@ -186,7 +186,7 @@ def run_ranks(
         record.unlink()
     if early is not None and text is None:
         return _LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
-    return _LocalRanksEnd(code, text, read_rank_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
+    return _LocalRanksEnd(code, text, read_first_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
 
 
 _agents: dict[int, subprocess.Popen[bytes]] = {}

@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import RunError, ShardwiseError, see
+from shardwise.base.errors import RunError, ShardwiseError, see, text_of_error
 from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
-from shardwise.launch.first_failure import Failure, text_of_error
+from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import run_ranks
 from shardwise.launch.stop_requests import signal_name
 
@@ -39,7 +39,7 @@ _JOIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """The facts that a job's supervisor gives the launcher of each node.
+    """The facts that the launcher of a node gets from its job's supervisor.
 
     Attributes:
         address: address of the first node, where rank 0 and the supervisor are.
@@ -100,8 +100,8 @@ def _interface_variables(address: str, variables: Mapping[str, str] = os.environ
     return {}
 
 
-class SupervisorConnection:
-    """A launcher's connection to the supervisor; `ended`: reason for which this launcher must end, None before."""
+class LauncherConnection:
+    """The connection of a node's launcher to the supervisor; `ended`: reason for which the launcher must end."""
 
     def __init__(self, node: Node, beat: Callable[[], Mapping[str, Any]]) -> None:
         """Args: beat: function that returns the facts to send every second."""
@@ -112,7 +112,7 @@ class SupervisorConnection:
         self._lock = threading.Lock()
         self._leaving = threading.Event()
 
-    def __enter__(self) -> SupervisorConnection:
+    def __enter__(self) -> LauncherConnection:
         attempt = self._node.attempt
         try:
             self._socket = socket.create_connection((attempt.address, attempt.control), _JOIN_SECONDS)
@@ -206,7 +206,7 @@ def launch_on_node(
             ranks = [asdict(rank_beat) for rank_beat in heartbeat.read(beats, node.name)]
             return {"training": stop_requests.training_mark(logs).exists(), "beats": ranks}
 
-        with SupervisorConnection(node, beat) as control:
+        with LauncherConnection(node, beat) as control:
             # SLURM signals the launchers too. The supervisor hears the first one and asks all ranks to stop.
             stop_requests.handle_signals(lambda number, _: control.tell("signal", name=signal_name(number)))
             try:
@@ -242,7 +242,7 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
     return Failure(rank, f"{redacted(text)}; see logs/launcher-{node.name}.log", RunError.exit_code)
 
 
-def _end_with(control: SupervisorConnection, agent: subprocess.Popen[bytes]) -> None:
+def _end_with(control: LauncherConnection, agent: subprocess.Popen[bytes]) -> None:
     """Kill the agent and its ranks when the supervisor ends the attempt, or is gone."""
 
     def watch() -> None:

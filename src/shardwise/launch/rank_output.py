@@ -40,7 +40,7 @@ def redirect(rank: int, log_path: Path) -> None:
 
 @contextmanager
 def output_restored() -> Iterator[None]:
-    """Restore stdout and stderr after the `with` statement, though a rank's were redirected inside."""
+    """Restore stdout and stderr after the `with` statement, though a rank's output was redirected inside."""
     global _terminal
     streams = (("stdout", sys.stdout, 1), ("stderr", sys.stderr, 2))
     before = [(*stream, os.dup(stream[2]), getattr(stream[1], "errors", None)) for stream in streams]

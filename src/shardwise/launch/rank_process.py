@@ -82,7 +82,7 @@ def _end_after(parent: int) -> None:
 
 
 def check_accelerators(nproc: int, accelerators: int) -> None:
-    """Refuse more local ranks than there are accelerators, if there are any, by a ConfigError."""
+    """Refuse to launch more local ranks than there are accelerators, if there are any, by a ConfigError."""
     if 0 < accelerators < nproc:
         raise ConfigError(
             f"--nproc ({nproc}) must be at most the number of accelerators ({accelerators})"
@@ -148,7 +148,7 @@ def as_rank(
 
 @contextmanager
 def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None]:
-    """Record an error of the body, a training that a program called, in the run's folder, if known, and raise it on."""
+    """Record an error of a rank's body, a training that a program called, in the run's folder, if known; raise it."""
     began = time.time()
     try:
         yield
@@ -162,7 +162,7 @@ def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None
             failure = failed_run.failure_of_error(error, rank, run_path, folder.RunDirectory(run_path).log(rank))
             failed_run.failure_text(failure, run_path, began, None, tells=False)
             if notices.targets:
-                failed_run.tell_in_turn(failure, run_path, began)
+                failed_run.send_failure_notice(failure, run_path, began)
         raise
 
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, write_atomic
-from shardwise.base.parsing import read_record
 from shardwise.launch.environment import ERROR_FILE, NODE, is_launched, joined
 from shardwise.runs.folder import json_text
+from shardwise.runs.json_records import read_record
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)"
@@ -38,7 +38,7 @@ _ONE_REQUEST_SECONDS = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends this process at once; the text names it."""
+    """A request to stop ends this process at once; the text names its signal."""
 
 
 class Requests:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from shardwise.base.errors import ArgumentError, refuse_unknown_arguments
+from shardwise.base.errors import ArgumentError, listing, nearest_name
 from shardwise.distributed.mesh import Group, Ranks, job_rank, job_size
 
 _warned: list[str] = []
@@ -75,22 +75,19 @@ def refuse_unknown(
 
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
-    refuse_unknown_arguments(owner.__name__, unknown, dict.fromkeys([*named, *known]), ARGUMENTS[kind])
+    takes = dict.fromkeys([*named, *known])
+    hints: dict[str, str | None] = {}
+    for name in unknown:
+        near = nearest_name(name, takes, cutoff=0.75)
+        hints[name] = ARGUMENTS[kind].get(name) or (near and f"did you mean {near}?")
+    shown = [f"{name} ({hint})" if hint else name for name, hint in hints.items()]
+    known_names = "" if all(hints.values()) else f"; it takes {listing(takes)}"
+    raise ArgumentError(f"{owner.__name__} does not take {listing(shown, 'or')}{known_names}")
 
 
-def sizes_of(given: object, count: int, problem: str) -> tuple[int, ...]:
-    """Return `count` sizes, of which one may stand alone; raise `problem` as ArgumentError if they are others."""
+def layer_sizes(given: object, count: int, problem: str) -> tuple[int, ...]:
+    """Return a layer's `count` sizes, of which one may stand alone; raise `problem` as ArgumentError if they differ."""
     sizes = tuple(given) if isinstance(given, Sequence) else (given,)
     if len(sizes) != count or not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
         raise ArgumentError(problem)
     return tuple(map(int, sizes))
-
-
-def features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
-    """The features of a rank's part of the keys, each of which `multiplier` ranks have; ValueError if none fits."""
-    if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
-        raise ValueError(
-            f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
-            f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
-        )
-    return kv_size * multiplier // ranks

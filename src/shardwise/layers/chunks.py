@@ -25,5 +25,5 @@ def loss_chunk_elements(rows: int, accelerator: bool) -> int:
 
 
 def vocabulary_rows(vocabulary: int, tensor: int, multiple: int = 1) -> int:
-    """Return the rows of embedding and head on each of t ranks: V / t, rounded up to a multiple."""
+    """Return the rows that a layer, embedding or head, has on each of t ranks: V / t, rounded up to a multiple."""
     return -(-vocabulary // (tensor * multiple)) * multiple

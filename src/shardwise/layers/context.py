@@ -11,20 +11,18 @@ neighbouring ones, its parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.base.errors import ConfigError
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 
 
 def runs_of_places(length: int, rank: int, ranks: int, parts: int = 1) -> tuple[range, ...]:
-    """Return the places in the sequence of a rank's chunks, which have `length` tokens in all, two for each part."""
+    """Return a context-parallel rank's places in the sequence: chunks of `length` tokens in all, two for each part."""
     size = length // (2 * parts)
     cuts = ranks * parts
     numbers = range(rank * parts, (rank + 1) * parts)
@@ -36,28 +34,6 @@ def chunks_of_rank(x: Tensor, group: Group) -> Tensor:
     """Return a context-parallel rank's tokens of all, `[S, …]` → `[S/C, …]`."""
     runs = runs_of_places(len(x) // group.size, group.rank, group.size, group.parts)
     return torch.cat([x[run.start : run.stop] for run in runs])
-
-
-def passed_round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Pass x round the ring of context-parallel ranks: yield this rank and its x, then the rank before it and its x.
-
-    Each tensor is passed on to the next rank, and the next one arrives, while it is used.
-
-    Raises:
-        ConfigError: the device's library sends no messages.
-    """
-    for distance in range(group.size):
-        is_last = distance + 1 == group.size
-        try:
-            arriving = None if is_last else collectives.shift_async(x, group, 1)
-        except (NotImplementedError, RuntimeError) as error:
-            if not devices.lacks_messages(error):
-                raise
-            key = "parallel.context_keys (ring)"
-            raise ConfigError(devices.without_messages(key, x.device, "parallel.context_keys=gather", error)) from error
-        yield (group.rank - distance) % group.size, x
-        if arriving is not None:
-            x = arriving.wait()
 
 
 def gather_chunks(x: Tensor, group: Group) -> Tensor:

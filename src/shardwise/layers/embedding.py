@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -310,3 +310,23 @@ class ParallelLMHead(placement.PlacedModule):
         shard = self._shard if ignore_index == IGNORE_INDEX else replace(self._shard, ignore_index=ignore_index)
         is_cut = self.sequence_parallel_enabled
         return summed_losses(x, self._used_weight, targets_SB, shard, is_cut, self.bias, losses=self.chunk_losses)
+
+
+def add_head_leaf(parameter: nn.Parameter) -> Tensor:
+    """Give a placed embedding weight a leaf with its own gradient, by which the output head uses it.
+
+    Over a pipeline the embedding and the head are on two ranks, whose gradients are added once a step. With a leaf,
+    they are added in the same order where one rank has both.
+    """
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    cast(Any, parameter).head_leaf = leaf
+    return leaf
+
+
+def head_leaf(parameter: nn.Parameter) -> Tensor | None:
+    """The leaf that `add_head_leaf` gave an embedding weight, on its present memory; None for any other parameter."""
+    leaf: Tensor | None = getattr(parameter, "head_leaf", None)
+    # The memory of a released parameter is not there, and has not moved.
+    if leaf is not None and not getattr(parameter, "is_released", False):
+        leaf.data = parameter.data
+    return leaf

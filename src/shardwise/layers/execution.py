@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Compiler(Protocol):
-    """What layers of a model give their blocks to while it is made, to be compiled."""
+    """The compiler to which layers of a model give their blocks while it is made."""
 
     compiles_blocks: bool
 

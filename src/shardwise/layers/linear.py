@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
-from shardwise.layers.arguments import features_per_head, refuse_unknown, sharing_group, sizes_of
+from shardwise.layers.arguments import layer_sizes, refuse_unknown, sharing_group
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
@@ -367,9 +367,9 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         group = sharing_group(type(self).__name__, options.get("group"))
         size = group.size
         problem = f"output_sizes ({output_sizes!r}) must be two numbers above 0: features of queries and of keys"
-        q_size, kv_size = sizes_of(output_sizes, 2, problem)
+        q_size, kv_size = layer_sizes(output_sizes, 2, problem)
         given_dim = head_dim
-        head_dim = features_per_head(kv_size, kv_size_multiplier, size) if given_dim is None else given_dim
+        head_dim = _features_per_head(kv_size, kv_size_multiplier, size) if given_dim is None else given_dim
         for kind, features in (("query", q_size), ("key/value", kv_size)):
             if features < head_dim or features % head_dim:
                 raise ValueError(f"{kind} size ({features}) must be a multiple of head_dim ({head_dim})")
@@ -564,3 +564,13 @@ class ReplicatedLinear(placement.PlacedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+def _features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
+    """The features of a rank's part of the keys, each of which `multiplier` ranks have; ValueError if none fits."""
+    if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
+        raise ValueError(
+            f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
+            f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
+        )
+    return kv_size * multiplier // ranks

@@ -135,7 +135,7 @@ class _Linear(torch.autograd.Function):
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Return whether oneDNN multiplies these tensors."""
+    """Return whether oneDNN does a layer's matmul of these tensors."""
     is_plain_float32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     if not is_plain_float32 or x.device.type != "cpu":
         return False
@@ -438,7 +438,7 @@ def let_products_add(weights: Iterable[nn.Parameter], *, in_place: bool = True) 
 
 
 def add_without_cast(weights: Iterable[nn.Parameter]) -> None:
-    """Let autograd add gradients of these weights to sums in another dtype without copies in that dtype.
+    """Let backward passes add products that are gradients of these weights to sums in another dtype without a cast.
 
     Each weight must be used once in a backward pass: the gradients of several uses would be added in their own dtype.
     """
@@ -516,7 +516,7 @@ def graph_gradient_of(weight: Tensor) -> Tensor | None:
 
 @contextmanager
 def graph_gradients(gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, a graph of linear layers takes the gradients to which their products add in place as inputs.
+    """Inside, matmuls of linear layers in a graph take as inputs the gradients to which their products add in place.
 
     Args:
         gradients: pairs of a parameter and its gradient in float32.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.placement import Init
-from shardwise.layers.arguments import sizes_of
+from shardwise.layers.arguments import layer_sizes
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
@@ -43,7 +43,7 @@ class _Norm(placement.PlacedModule):
         problem = (
             f"normalized_shape ({normalized_shape!r}) must be one size, the hidden size: the last dim is normalized"
         )
-        self.normalized_shape = sizes_of(normalized_shape, 1, problem)
+        self.normalized_shape = layer_sizes(normalized_shape, 1, problem)
         self.eps = eps
         self.group = maker.group
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -200,7 +200,7 @@ class LayerNorm(_Norm):
 
 
 class QueryKeyNorm(placement.PlacedModule):
-    """RMSNorm (arXiv:1910.07467) of queries and keys before attention (arXiv:2302.05442 §2).
+    """Layer of RMSNorm (arXiv:1910.07467) for queries and keys before attention (arXiv:2302.05442 §2).
 
     Forward: q `[S, B, n, d]` and k `[S, B, m, d]`, the heads that this rank has → the same shapes, normalised.
 

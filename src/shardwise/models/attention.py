@@ -28,7 +28,7 @@ from shardwise.layers.dropout import AnyKey, DropoutKey, Place, apply_mask
 from shardwise.layers.linear import GQAQKVColumnParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
-from shardwise.models.blocks import ATTENTION, Context, LayerFactory
+from shardwise.models.blocks import ATTENTION, BlockContext, LayerFactory
 from shardwise.models.masks import KernelMask, Mask
 from shardwise.models.rotary import RotateJoined, rotate
 
@@ -55,7 +55,7 @@ class AttentionCore(nn.Module):
         self.group = factory.group
         self.head_products = factory.head_products
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext) -> Tensor:
         """q `[S, B, n, d]`, k and v `[L, B, m, d]`, where m divides n and L ≥ S → `[S, B, n·d]`."""
         mask = context.masks.get(self.window)
         key = context.dropout if self.p else None
@@ -212,7 +212,7 @@ class Attention(nn.Module):
             q, k = self.norm(q, k)
         return q, k, v
 
-    def attend(self, projected: Sequence[Tensor], context: Context) -> Tensor:
+    def attend(self, projected: Sequence[Tensor], context: BlockContext) -> Tensor:
         """Return the input of the output projection, `[S, B, n·d]`, of q, k and v as `project` gives them."""
         tables: _Tables = None
         if self.rotates:
@@ -231,7 +231,7 @@ class Attention(nn.Module):
             return cast(Tensor, self.core(q, k, v, context))
         return self._attend_dropping(q, k, v, tables, context)
 
-    def _attend_dropping(self, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, context: Context) -> Tensor:
+    def _attend_dropping(self, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, context: BlockContext) -> Tensor:
         """Return what `attend` does, and compute again what is not kept for the backward pass."""
         gathers = context.gathers_keys
         drops_rotated = tables is not None and self.drops_rotated
@@ -279,7 +279,7 @@ class Attention(nn.Module):
             out: Tensor = self.core(q, k, v, context)
         return out
 
-    def _attend_by_part(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Context]) -> Tensor:
+    def _attend_by_part(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[BlockContext]) -> Tensor:
         from shardwise.layers.bitwise.replicated import part_views
 
         count = len(parts)
@@ -300,17 +300,17 @@ class Block(nn.Module):
         """Return what `Attention.project` does."""
         raise NotImplementedError
 
-    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+    def behind_attention(self, x: Tensor, attended: Tensor, context: BlockContext) -> Tensor:
         """Return the block's output, of its input and of the input of attention's output projection `[S, B, n·d]`."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         if context.parts:
             return self._forward_by_part(x, context)
         attention: Attention = getattr(self, self.attention_name)
         return self.behind_attention(x, attention.attend(self.before_attention(x), context), context)
 
-    def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
+    def _forward_by_part(self, x: Tensor, context: BlockContext) -> Tensor:
         from shardwise.layers.bitwise.replicated import SequenceParts
 
         attention: Attention = getattr(self, self.attention_name)

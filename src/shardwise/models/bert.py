@@ -25,8 +25,8 @@ from shardwise.models.blocks import (
     AFTER_MLP,
     EMBEDDING,
     MLP,
-    Context,
-    Family,
+    BlockContext,
+    FamilyModel,
     LayerFactory,
     run_blocks,
 )
@@ -74,7 +74,7 @@ class BertBlock(Block):
     def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.attention.project(x)
 
-    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+    def behind_attention(self, x: Tensor, attended: Tensor, context: BlockContext) -> Tensor:
         x = self.attention_norm(x + self.attention_dropout(self.attention.out(attended), context.dropout))
         return cast(Tensor, self.mlp_norm(x + self.mlp_dropout(self.mlp(x, context), context.dropout)))
 
@@ -123,7 +123,7 @@ class Heads(nn.Module):
         return cast(Tensor, self.seq_relationship(pooled))
 
 
-class Bert(Family[BertConfig]):
+class Bert(FamilyModel[BertConfig]):
     """The model with its two pretraining objectives."""
 
     def build(self, config: BertConfig, factory: LayerFactory) -> None:
@@ -152,7 +152,7 @@ class Bert(Family[BertConfig]):
         """
         # One mask for all heads and all queries: padding is seen by no token.
         mask_B11S = mask_SB.t().bool()[:, None, None, :]
-        context = Context(dropout, {None: mask_B11S})
+        context = BlockContext(dropout, {None: mask_B11S})
         if x is None:
             x = self.embeddings(ids_SB, token_types_SB, dropout)
         x = run_blocks(self.layers, x, context, self.recompute)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig, Recompute
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Init, of_or_whole, share
+from shardwise.distributed.placement import Init, share
 from shardwise.layers.arguments import sharing_group
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
@@ -54,7 +54,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What a `Family` builds of its model: blocks, and embedding or head; by default all of it.
+    """What a `FamilyModel` builds of its model: blocks, and embedding or head; by default all of it.
 
     Attributes:
         layers: numbers of its blocks; None: all.
@@ -81,7 +81,7 @@ class LayerFactory:
     """Makes the layers of a model from its configuration: holds all their other arguments.
 
     Attributes:
-        group, sequence_parallel, recompute, part, vocab_multiple: as in `Family`.
+        group, sequence_parallel, recompute, part, vocab_multiple: as in `FamilyModel`.
         options: arguments that all layers take.
         in_blocks: how the layers of blocks compute.
     """
@@ -277,8 +277,8 @@ class LayerFactory:
 
 
 @dataclass(frozen=True)
-class Context:
-    """Inputs that all blocks of one forward pass share.
+class BlockContext:
+    """Inputs that all blocks of a model share in one forward pass.
 
     Attributes:
         dropout: the step's key; None: no dropout.
@@ -294,7 +294,7 @@ class Context:
     cache: KeyValueCache | None = None
     rotary_tables: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     gathers_keys: bool = False
-    parts: Sequence[Context] = ()
+    parts: Sequence[BlockContext] = ()
 
     @property
     def first_position(self) -> int:
@@ -337,7 +337,7 @@ class MLP(nn.Module):
         )
         self.down = factory.row(config, config.intermediate_size, names[1], transposed=transposed, init=down_init)
 
-    def feed(self, x: Tensor, context: Context, then: Callable[[Tensor], Tensor]) -> Tensor:
+    def feed(self, x: Tensor, context: BlockContext, then: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `then` of the input of the second projection, `[S, B, F/g]`."""
 
         def activated(up: Tensor) -> Tensor:
@@ -345,12 +345,12 @@ class MLP(nn.Module):
 
         return compose(then, activated, self.up(x), drops=self.drops_activated)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         return self.feed(x, context, self.down)
 
 
-def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:
-    """x → all blocks → x; with `full` recompute only each block's input is kept for the backward pass."""
+def run_blocks(blocks: nn.ModuleList, x: Tensor, context: BlockContext, recompute: Recompute) -> Tensor:
+    """Run a model's blocks, x → x; with `full` recompute only each block's input is kept for the backward pass."""
     for block in blocks:
         # Dropout masks depend on the context's key alone, so that recomputed masks are the same without a saved state.
         if recompute == "full" and torch.is_grad_enabled():
@@ -360,8 +360,8 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Re
     return x
 
 
-class Family(nn.Module, Generic[_Config]):
-    """A model of one architecture.
+class FamilyModel(nn.Module, Generic[_Config]):
+    """The base class of the models of all families: a module made from a configuration.
 
     Args:
         config: sizes by their Hugging Face names.
@@ -425,27 +425,9 @@ class Family(nn.Module, Generic[_Config]):
 
 
 def gives_losses(model: nn.Module) -> bool:
-    """Return whether a model's forward returns losses; a `ModelPart` without the head returns the next part's input."""
+    """Return whether a model's forward returns losses; a `ModelPart` without the head gives the next part's input."""
     part = getattr(model, "part", None)
     return part.is_last if isinstance(part, ModelPart) else True
-
-
-def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of a model's blocks, which are the entries of its module lists, without embeddings.
-
-    A rank's stages are a list too, whose entries are no blocks.
-    """
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and part is not model]
-    embeddings = nn.Embedding, ParallelEmbedding, ReplicatedEmbedding, ParallelLMHead
-    matrices = (
-        parameter
-        for modules in lists
-        for module in modules.modules()
-        if not isinstance(module, embeddings)
-        for parameter in module.parameters(recurse=False)
-        if len(of_or_whole(parameter).pieces[0].shape) == 2
-    )
-    return list(dict.fromkeys(matrices))
 
 
 class KeyValueCache:

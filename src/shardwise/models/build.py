@@ -53,7 +53,7 @@ def build_model(
     """Build this rank's shard of the model that `config.model` describes; weights depend on (seed, canonical name).
 
     Args:
-        group, sequence_parallel, device, dtype, part, deferred: as in `Family`.
+        group, sequence_parallel, device, dtype, part, deferred: as in `FamilyModel`.
         mesh: the ranks that share samples, and those that divide the experts of a block; None: there are none.
         balance: objectives of routers in training.
         loss, compiler: as in `Execution`.
@@ -104,7 +104,7 @@ def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
 
 
 def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
-    """Build the objectives of a model's routers from its configuration; None if there are none."""
+    """Build a model's objectives of routers from its configuration; None if there are none."""
     coefficients: dict[str, Any] = {**config.optimizer.router_losses}
     if not coefficients or config.model.is_own:
         return None
@@ -123,8 +123,8 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     )
 
 
-def products_add(config: Config, device: torch.device) -> bool:
-    """True if linear layers of a built model add the products of their gradients in float32, or return them so.
+def model_adds_products(config: Config, device: torch.device) -> bool:
+    """True if a model is built with linear layers that add products to float32 gradients, or return them in float32.
 
     Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
     gradients of weights, as split backward passes do.
@@ -134,9 +134,9 @@ def products_add(config: Config, device: torch.device) -> bool:
     return not is_plain and devices.adds_products(device)
 
 
-def products_add_in_graphs(config: Config, device: torch.device) -> bool:
-    """True if compiled blocks of a built model add products to gradients, which one graph takes as inputs.
+def model_adds_products_in_graphs(config: Config, device: torch.device) -> bool:
+    """True if a model's compiled blocks are built to add products to gradients, which one graph takes as inputs.
 
     With ZeRO-2 and 3 gradients have no memory before the first one of a step.
     """
-    return config.optimizer.zero < 2 and not config.splits_backward and products_add(config, device)
+    return config.optimizer.zero < 2 and not config.splits_backward and model_adds_products(config, device)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from shardwise.config import FamilyConfig
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
+from shardwise.models.blocks import BlockContext, FamilyModel, KeyValueCache, run_blocks
 from shardwise.models.masks import AttentionMask, DocumentSizes, Mask, PiecesMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 
 
-class CausalLM(Family[_Config]):
+class CausalLM(FamilyModel[_Config]):
     """A decoder, whose layers a family makes in `build`.
 
     Attributes:
@@ -39,7 +39,7 @@ class CausalLM(Family[_Config]):
     window_rotary: Rotary | None = None
     shares_samples: bool = True
 
-    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
+    def embed(self, ids_SB: Tensor, context: BlockContext, positions_SB: Tensor | None = None) -> Tensor:
         """Token ids `[S, B]` → x; without `positions_SB` the positions are 0 … S-1."""
         raise NotImplementedError
 
@@ -86,13 +86,13 @@ class CausalLM(Family[_Config]):
                 positions_SB = places.unsqueeze(1)
         if x is None:
             key = self._key_of_embedding(dropout) if is_cut else dropout
-            x = self.embed(ids_SB, Context(key, cache=cache), positions_SB)
+            x = self.embed(ids_SB, BlockContext(key, cache=cache), positions_SB)
         if starts_SB is not None and x.device.type == "cpu" and not (self.is_compiled or starts_SB.any()):
             starts_SB = None  # samples of one document need no mask
             if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
                 positions_SB = positions_SB[:, :1]  # tables of one column are faster
         tables = self._tables(x, length, positions_SB, lengths_B, known)
-        context = Context(dropout, cache=cache, rotary_tables=tables, gathers_keys=is_cut and not self.passes_keys)
+        context = BlockContext(dropout, cache=cache, rotary_tables=tables, gathers_keys=is_cut and not self.passes_keys)
         if is_cut and self.context_group.has_parts:
             context = replace(context, parts=self._parts(context, runs, starts_SB, length, x))
         elif is_cut or cache is not None or starts_SB is not None or self._windows != {None}:
@@ -159,7 +159,7 @@ class CausalLM(Family[_Config]):
 
     def _masks(
         self,
-        context: Context,
+        context: BlockContext,
         runs: Sequence[range],
         starts_SB: Tensor | None,
         length: int,
@@ -189,7 +189,7 @@ class CausalLM(Family[_Config]):
             masks[window] = RingMask([cast(Mask, form) for form in forms], self.context_group)
         return masks
 
-    def _form_of(self, mask: AttentionMask, keys: int, x: Tensor, context: Context) -> Mask | None:
+    def _form_of(self, mask: AttentionMask, keys: int, x: Tensor, context: BlockContext) -> Mask | None:
         form = mask.form(
             x,
             keys=keys,
@@ -205,8 +205,8 @@ class CausalLM(Family[_Config]):
         return form
 
     def _parts(
-        self, context: Context, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor
-    ) -> list[Context]:
+        self, context: BlockContext, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor
+    ) -> list[BlockContext]:
         """Return the contexts of the parts of this rank's tokens, which have two runs of places each."""
         count = self.context_group.parts
         parts = []
@@ -214,7 +214,7 @@ class CausalLM(Family[_Config]):
             key = context.dropout
             if isinstance(key, DropoutKey) and key.places_S is not None:
                 key = replace(key, places_S=key.places_S.chunk(count)[number])
-            part = Context(key, gathers_keys=True)
+            part = BlockContext(key, gathers_keys=True)
             starts = None if starts_SB is None else starts_SB.chunk(count)[number]
             masks = self._masks(part, runs[2 * number : 2 * number + 2], starts, length, x)
             parts.append(replace(part, masks=masks))

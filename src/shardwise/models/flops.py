@@ -32,13 +32,13 @@ def _attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: 
 
 
 def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Return the multiply-adds of a token in a mean block: one for each element of its matrices, and its attention."""
+    """Return the multiply-adds (half the FLOPs) of a token in a model's mean block: its matrices, and its attention."""
     matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
     return matrices + _attention_work(model, sequence_length, count_masked=count_masked)
 
 
 def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None = None) -> float:
-    """Return the multiply-adds of a token after the last block: output head, BERT's pooler and its classifier.
+    """Return the multiply-adds (half the FLOPs) of a token after a model's last block: output head, pooler, classifier.
 
     BERT predicts P tokens of a sequence, so its masked-token head counts P / S of its matrices. Pooler and classifier
     see one token of a sequence and count 1 / S.
@@ -98,7 +98,7 @@ def recomputed_flops_per_token(
 def model_flops_utilization(
     token_flops: float | None, tokens_per_second: float, ranks: int, peak_flops: float | None
 ) -> float | None:
-    """Model FLOPs done per second over the peak of all ranks' devices, in [0, 1]; None where either is unknown."""
+    """MFU: model FLOPs of the tokens per second over the peak of all devices, 0 to 1; None where either is unknown."""
     if token_flops is None or peak_flops is None:
         return None
     return token_flops * tokens_per_second / (ranks * peak_flops)

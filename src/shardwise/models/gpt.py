@@ -17,7 +17,7 @@ from shardwise.config import GPTConfig
 from shardwise.distributed.placement import Init
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention, Block
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, BlockContext, LayerFactory
 from shardwise.models.causal import CausalLM
 
 
@@ -45,7 +45,7 @@ class GPTBlock(Block):
     def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
         return compose(self.attn.project, self.ln_1, x, drops=self.drops_normed)
 
-    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+    def behind_attention(self, x: Tensor, attended: Tensor, context: BlockContext) -> Tensor:
         mlp = partial(self.mlp, context=context)
         x = x + self.attn_dropout(self.attn.out(attended), context.dropout)
         added = compose(mlp, self.ln_2, x, drops=self.drops_normed)
@@ -67,7 +67,7 @@ class GPT(CausalLM[GPTConfig]):
             self.norm = factory.norm(config, "transformer.ln_f")
             self.lm_head = factory.head(config, "lm_head", "transformer.wte")
 
-    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
+    def embed(self, ids_SB: Tensor, context: BlockContext, positions_SB: Tensor | None = None) -> Tensor:
         if positions_SB is None:
             end = context.first_position + ids_SB.shape[0]
             positions_SB = torch.arange(context.first_position, end, device=ids_SB.device).unsqueeze(1)

@@ -15,7 +15,7 @@ from shardwise.distributed.placement import mark_heads
 from shardwise.layers.linear import row_parallel_sum
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention, Block
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, BlockContext, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -57,7 +57,7 @@ class GPTNeoXBlock(Block):
     def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
         return compose(self.attention.project, self.input_layernorm, x, drops=self.drops_normed)
 
-    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+    def behind_attention(self, x: Tensor, attended: Tensor, context: BlockContext) -> Tensor:
         if self.sums_together:
             return x + self._attention_and_mlp(x, attended, context)
         mlp = partial(self.mlp, context=context)
@@ -68,7 +68,7 @@ class GPTNeoXBlock(Block):
         out: Tensor = x + attended + added
         return out
 
-    def _attention_and_mlp(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+    def _attention_and_mlp(self, x: Tensor, attended: Tensor, context: BlockContext) -> Tensor:
         def summed(activated: Tensor) -> Tensor:
             return row_parallel_sum((self.attention.out, attended), (self.mlp.down, activated))
 
@@ -90,6 +90,6 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
             self.norm = factory.norm(config, "gpt_neox.final_layer_norm")
             self.lm_head = factory.head(config, "embed_out", "gpt_neox.embed_in")
 
-    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
+    def embed(self, ids_SB: Tensor, context: BlockContext, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.dropout(self.embed_in(ids_SB), context.dropout)
         return x

@@ -21,7 +21,7 @@ from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinea
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention, Block
-from shardwise.models.blocks import ACTIVATIONS, Context, LayerFactory
+from shardwise.models.blocks import ACTIVATIONS, BlockContext, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -32,7 +32,7 @@ Gate: TypeAlias = Literal["silu", "gelu_tanh"]
 
 
 def gated(gate_up: Tensor, act: Gate) -> Tensor:
-    """Return `act(gate) · up` (arXiv:2002.05202) of `[…, 2F]`, the gate first → `[…, F]`, in few passes over memory.
+    """Return an MLP's `act(gate) · up` (arXiv:2002.05202) of `[…, 2F]`, the gate first → `[…, F]`, in few passes.
 
     Only the input is kept for the backward pass. The bits are those of single operations.
     """
@@ -179,7 +179,7 @@ class LlamaBlock(Block):
             return self.self_attn.project(x)
         return compose(self.self_attn.project, self.input_layernorm, x, drops=self.drops_normed)
 
-    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+    def behind_attention(self, x: Tensor, attended: Tensor, context: BlockContext) -> Tensor:
         if self.norm_place == "output":
             x = x + self.post_attention_layernorm(self.self_attn.out(attended))
             added = self.post_feedforward_layernorm(self.mlp(x))
@@ -214,7 +214,7 @@ class Llama(CausalLM[DecoderConfig]):
             self.norm = factory.norm(config, "model.norm", RMSNorm)
             self.lm_head = factory.head(config, "lm_head", "model.embed_tokens")
 
-    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
+    def embed(self, ids_SB: Tensor, context: BlockContext, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed_tokens(ids_SB)
         if self.embedding_scale == 1.0:
             return x

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +44,14 @@ class DocumentSizes(NamedTuple):
 
     number: int
     longest: int
+
+    @classmethod
+    def of(cls, starts_SB: npt.NDArray[np.int64] | None) -> DocumentSizes | None:
+        """Count by the first place of each token's document; None where documents do not attend by themselves."""
+        if starts_SB is None:
+            return None
+        positions_SB = np.arange(len(starts_SB))[:, None] - starts_SB
+        return cls(int(np.count_nonzero(positions_SB == 0)), int(positions_SB.max()) + 1)
 
 
 @dataclass(frozen=True)

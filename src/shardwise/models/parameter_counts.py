@@ -9,7 +9,7 @@ kv = key/value heads · head_dim, t tensor-parallel degree. Shapes are those on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -29,7 +29,7 @@ Per = Literal["token", "prediction", "sequence"]
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths of one rank's part of a model that is cut over t ranks.
+    """Widths of a model's parameters on one rank, where t ranks cut the model.
 
     Attributes:
         vocabulary: rows of embedding and head: V / t rounded up to a multiple; the last ranks' are padded.
@@ -67,7 +67,7 @@ OUTSIDE, EMBEDDING, HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
 
 
 class LocalParameter(NamedTuple):  # which is made in a fraction of the time of a dataclass: a model has thousands
-    """One parameter as one rank stores it.
+    """One of a model's parameters on one rank, as its elements are counted.
 
     Attributes:
         elements: number of elements on this rank, padding included.
@@ -161,7 +161,7 @@ def elements_by_ranks(
         elements[1] += sum(parameter.elements for parameter in at_ends)
     # Blocks with the same router, or without one, have the same parameters: those of one are counted for all of them.
     for stage in stages:
-        for routing, number in kinds_of_blocks(model, stage.layers):
+        for routing, number in count_blocks(model, stage.layers):
             for divided, count in elements_of_block(model, tensor, local, routing, block_matrices).items():
                 elements[divided] += count * number
     return elements
@@ -171,7 +171,7 @@ def elements_by_ranks(
 def elements_of_block(
     model: FamilyConfig, tensor: int, local: LocalWidths, routing: Routing | None, only_matrices: bool = False
 ) -> Counter[int]:
-    """Return the elements of `elements_by_ranks` of one block with this router."""
+    """Count the parameters of one block with this router, as `elements_by_ranks` does."""
     elements: Counter[int] = Counter()
     stage = _StageParameters(model, local, tensor, False, Stage(0, 0, range(0), 1), False)
     for parameter in stage.block(routing):
@@ -181,14 +181,9 @@ def elements_of_block(
 
 
 @lru_cache(maxsize=2**12)
-def kinds_of_blocks(model: FamilyConfig, layers: range) -> tuple[tuple[Routing | None, int], ...]:
-    """Return the routers of these blocks, None for an MLP, in the order of the blocks, with the number of each."""
+def count_blocks(model: FamilyConfig, layers: range) -> tuple[tuple[Routing | None, int], ...]:
+    """Count a model's blocks by the router that they have, None for an MLP, in the order of the blocks."""
     return tuple(Counter(map(model.routing, layers)).items())
-
-
-def owned_elements(elements: Mapping[int, int], shards: int) -> float:
-    """Return the parameters, counted by `elements_by_ranks`, that a rank updates where ZeRO cuts over so many ranks."""
-    return sum(count / max(1, shards // divided) for divided, count in elements.items())
 
 
 def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
@@ -217,7 +212,7 @@ def active_parameter_count(model: ModelConfig) -> int | None:
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
-    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers."""
+    """Count the matrices of a model's block that Muon orthogonalizes, by shape `[out, in]`."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.head_dim
     shapes = Counter([(hidden, query)])

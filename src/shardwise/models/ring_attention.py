@@ -11,7 +11,7 @@ Shapes: Q queries and keys of a rank, B batch, n query heads, m key and value he
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.distributed import collectives
+from shardwise.base.errors import ConfigError
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
-from shardwise.layers.context import passed_round
 from shardwise.models.attention_pieces import add_gradients_by_pieces, attend_by_pieces
 from shardwise.models.masks import BlocksMask, KernelMask, Mask, PiecesMask, flex_attention
 
@@ -157,3 +157,25 @@ def _add_gradients(
     terms = torch.autograd.grad(results, leaves, (d_out.to(out.dtype), d_log_sums))
     for gradient, term in zip(gradients, terms, strict=True):
         gradient += term
+
+
+def passed_round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Pass x round the ring of context-parallel ranks: yield this rank and its x, then the rank before it and its x.
+
+    Each tensor is passed on to the next rank, and the next one arrives, while it is used.
+
+    Raises:
+        ConfigError: the device's library sends no messages.
+    """
+    for distance in range(group.size):
+        is_last = distance + 1 == group.size
+        try:
+            arriving = None if is_last else collectives.shift_async(x, group, 1)
+        except (NotImplementedError, RuntimeError) as error:
+            if not devices.lacks_messages(error):
+                raise
+            key = "parallel.context_keys (ring)"
+            raise ConfigError(devices.without_messages(key, x.device, "parallel.context_keys=gather", error)) from error
+        yield (group.rank - distance) % group.size, x
+        if arriving is not None:
+            x = arriving.wait()

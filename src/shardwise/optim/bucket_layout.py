@@ -41,7 +41,7 @@ ROUNDING_CHUNK_ELEMENTS_ACCELERATOR = 2**22
 
 
 class UnitPlace(NamedTuple):
-    """The place of a parameter in the model; `unit`: number of its embedding, block or head."""
+    """The place of a parameter by which buckets are laid out; `unit`: number of its embedding, block or head."""
 
     stage: int
     unit: int
@@ -51,7 +51,7 @@ FIRST_PLACE = UnitPlace(0, 0)
 
 
 def bucket_bytes(gradients: float, ranks: int, *, accelerator: bool) -> float:
-    """Return the bytes of a bucket that hide most of the reductions behind the backward pass.
+    """Return the size of the optimizer's buckets in bytes, which hides most of the reductions behind the backward pass.
 
     A ring over n ranks reduces b bytes in `(n - 1)·(l + b / (n·w))`: n - 1 messages of latency l, and bandwidth w. The
     last bucket of a backward pass of G bytes hides behind nothing, and its bytes cost `(n - 1)·b / (n·w)`. The latency
@@ -96,13 +96,13 @@ def packed(sizes: Iterable[tuple[Hashable, int, int]], cap_bytes: float) -> list
 
 
 def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int], int]:
-    """Return the offset of each parameter in a bucket, and the bucket's length, a multiple of `slices`."""
+    """Return the offset of each parameter in an optimizer's bucket, and its length, a multiple of `slices`."""
     *offsets, end = accumulate((_aligned(size, ALIGNMENT) for size in elements), initial=0)
     return offsets, _aligned(end, ALIGNMENT * slices)
 
 
 def matrix_chunk_elements(elements: int, ranks: int) -> int:
-    """Return the elements of Muon's matrices that travel at once from each rank, of so many on all ranks of a stage."""
+    """Return the elements of matrices that Muon sends at once from each rank, of so many on all ranks of a stage."""
     return min(_CHUNK_ELEMENTS, -(-elements // (_CHUNKS * ranks)))
 
 
@@ -121,8 +121,8 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     return tuple(next(by_stride) if size != 1 else dim for dim, size in enumerate(shape))
 
 
-def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Return the inverse of `memory_order`: the place of each dimension in `order`."""
+def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
+    """Return the inverse of a bucket's `memory_order`: the place of each dimension in `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 

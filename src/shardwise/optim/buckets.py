@@ -22,8 +22,9 @@ from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.placement import Piece
 from shardwise.distributed.torch_private import version_of
-from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse, memory_order, offsets_and_length
-from shardwise.optim.sharding import Cut, Dtypes
+from shardwise.layers.embedding import head_leaf
+from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse_order, memory_order, offsets_and_length
+from shardwise.optim.sharding import Cut, OptimizerDtypes
 
 Leaf = Tensor | placement.FurtherGradient
 """The owner of a gradient in a bucket."""
@@ -47,7 +48,7 @@ class Bucket:
         separate: True if the master has another dtype than the parameters; False if it has the same values.
         on_host: True if the master, and so the optimizer's state, is in pinned memory of the host; else a master that
             is not separate is the parameters' own memory.
-        head_gradients: flat buffer for the gradients of weights as those of an output head (`placement.head_leaf`);
+        head_gradients: flat buffer for the gradients of weights as those of an output head (`head_leaf`);
             None if the bucket has no such weight.
         reduced: True once this step's reduction has begun.
         ready: indices of the parameters whose gradients are complete in this step.
@@ -62,7 +63,7 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         cut: Cut,
         *,
-        dtypes: Dtypes,
+        dtypes: OptimizerDtypes,
         place: UnitPlace = FIRST_PLACE,
         on_host: bool = False,
     ) -> None:
@@ -102,7 +103,7 @@ class Bucket:
         self._gradient_views = self._views(self.gradients)
         self.head_gradients: Tensor | None = None
         self._leaves: list[tuple[Leaf, Tensor]] = [*zip(self.parameters, self._gradient_views, strict=True)]
-        leaves = list(map(placement.head_leaf, self.parameters))
+        leaves = list(map(head_leaf, self.parameters))
         if any(leaf is not None for leaf in leaves):
             self.head_gradients = torch.zeros_like(self.gradients)
             for leaf, view in zip(leaves, self._views(self.head_gradients), strict=True):
@@ -393,7 +394,7 @@ class Bucket:
             the fastest in memory, and the run's start in the owned part.
         """
         order_in_memory = self.orders[index]
-        dimension_places = inverse(order_in_memory)
+        dimension_places = inverse_order(order_in_memory)
         for piece in pieces:
             # A transposed piece is a matrix, whose dimensions 0 and 1 change places.
             order = tuple(1 - dim for dim in order_in_memory) if piece.transposed else order_in_memory
@@ -444,7 +445,7 @@ class GroupSums:
 
 def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
     """Return a view `[*shape]` of a bucket's run `[N]` in which dimensions lie in `order`, the slowest first."""
-    return run.view([shape[dim] for dim in order]).permute(inverse(order))
+    return run.view([shape[dim] for dim in order]).permute(inverse_order(order))
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

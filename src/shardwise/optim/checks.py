@@ -122,18 +122,6 @@ def described(parameters: Sequence[nn.Parameter]) -> list[str]:
     return [paths.get(p, f"one of shape {list(p.shape)}") for p in parameters]
 
 
-def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
-    """Give a parameter the value of the group's first rank, whatever its dtype and memory format."""
-    if group.size == 1 or not parameter.numel():
-        return
-    value = parameter.detach()
-    contiguous = value.contiguous()
-    # As bytes: backends lack broadcasts of some dtypes.
-    collectives.broadcast_(contiguous.view(-1).view(torch.uint8), group)
-    if contiguous is not value:
-        value.copy_(contiguous)
-
-
 # ---- parameters that no group cuts, such as those of torch's own modules: each tensor-parallel rank has a whole copy
 #
 # Equal values at the start and equal gradients keep the copies equal, bit for bit. All ranks take the values of the
@@ -146,7 +134,7 @@ def _uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
 
 
 def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks) -> None:
-    """Give uncut parameters the values of the first tensor-parallel rank; one rank warns where this changed some.
+    """Give an optimizer's uncut parameters the first tensor-parallel rank's values; one rank warns of changes.
 
     Collective over tensor parallelism. Data parallelism spreads the values of its own first rank afterwards.
 
@@ -178,7 +166,7 @@ def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks) -> None:
 
 
 class UncutGradients:
-    """The gradients of uncut parameters: in each step those of the first tensor-parallel rank.
+    """The gradients of an optimizer's uncut parameters: in each step those of the first tensor-parallel rank.
 
     In steps 1, 2, 4, 8, … the ranks compare them.
     """

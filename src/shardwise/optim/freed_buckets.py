@@ -17,9 +17,10 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.torch_private import call_without_overrides
+from shardwise.layers.embedding import head_leaf
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, bucket_bytes, packed
 from shardwise.optim.buckets import Bucket, has_matrices
-from shardwise.optim.sharding import Cut, Dtypes, Sharding
+from shardwise.optim.sharding import Cut, OptimizerDtypes, Sharding
 
 # ---- memory of flat tensors, whose views stay, and are valid while it is there
 
@@ -40,7 +41,7 @@ def release(flat: Tensor) -> None:
 
 @torch.no_grad()
 def draw_in_place(parameter: nn.Parameter) -> None:
-    """Give a parameter memory of its own, and its values, if it was made without (`placement.make_parameter`)."""
+    """Give memory and values to a parameter outside of freed buckets, if it was made without (`make_parameter`)."""
     if not _has_memory(parameter):
         allocate(parameter)
         placement.draw_deferred(parameter, parameter.zero_())
@@ -263,7 +264,7 @@ def make_buckets(
     parameters: Sequence[nn.Parameter],
     sharding: Sharding,
     cut: Cut,
-    dtypes: Dtypes,
+    dtypes: OptimizerDtypes,
     places: Mapping[nn.Parameter, UnitPlace],
 ) -> list[Bucket]:
     """Make buckets of at most `bucket_mib` of gradients (None: `bucket_bytes`), packed by `bucket_layout.packed`.
@@ -278,7 +279,7 @@ def make_buckets(
     sizes = []
     for i, p in enumerate(parameters):
         place = places.get(p, FIRST_PLACE)
-        is_alone = _is_held_elsewhere(p) or placement.head_leaf(p) is not None
+        is_alone = _is_held_elsewhere(p) or head_leaf(p) is not None
         kind = (p.dtype, p.device, place.stage, is_alone and i + 1)
         dtypes.of_master(p.dtype)  # it refuses some, while no parameter has moved
         sizes.append((kind, p.numel() * (dtypes.gradient or p.dtype).itemsize, place.unit))

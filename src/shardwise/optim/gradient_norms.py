@@ -20,7 +20,7 @@ from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.mesh import Group
 from shardwise.optim.bucket_layout import rounding_chunk_elements
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.sharding import Dtypes, Ranks
+from shardwise.optim.sharding import OptimizerDtypes, Ranks
 
 _ROW = 1 << 14
 """Elements of a sum of squares: in float32 on the CPU, a single sum over 40 million elements has an error of 0.3 %."""
@@ -115,7 +115,7 @@ def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[placeme
         yield piece, bucket.copies.size * piece.copies.size
 
 
-def sum_dtype(dtypes: Dtypes, data: Group, device: torch.device) -> torch.dtype | None:
+def sum_dtype(dtypes: OptimizerDtypes, data: Group, device: torch.device) -> torch.dtype | None:
     """Return the dtype in which squares are added; None for sums that have the same bits at every layout.
 
     With stochastic rounding it is float64, if the device has it: the order of the sum, which depends on the layout,

@@ -20,7 +20,7 @@ from shardwise.config.optimizer import DecayShape, OptimizerConfig
 
 @dataclass(frozen=True)
 class RateAtStep:
-    """The rate at a step, and the shape of the way to it from the point before."""
+    """The learning rate at a step, and the shape of the way to it from the point before."""
 
     step: int
     rate: float
@@ -28,24 +28,24 @@ class RateAtStep:
 
 
 def learning_rate(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """Return the rate of optimizer step `step` (from 1) of a run of `steps` steps."""
+    """Return the learning rate of optimizer step `step` (from 1) of a run of `steps` steps."""
     return LEARNING_RATES[settings.schedule].rate(settings, steps, step)
 
 
 def decaying(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`linear` and `cosine`: the rate decays from the end of the warmup on."""
+    """The learning rate with `linear` and `cosine`: it decays from the end of the warmup on."""
     shape: DecayShape = "cosine" if settings.schedule == "cosine" else "linear"
     end = RateAtStep(steps - settings.constant_steps + 1, settings.min_lr, shape)
     return rate_at([*_warmup(settings), end], step)
 
 
 def constant(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`constant`: the rate stays at `lr`."""
+    """The learning rate with `constant`: it stays at `lr`."""
     return rate_at(_warmup(settings), step)
 
 
 def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`wsd`: the rate stays at `lr`, and decays in the last `decay_steps` (arXiv:2404.06395)."""
+    """The learning rate with `wsd`: it stays at `lr`, and decays in the last `decay_steps` (arXiv:2404.06395)."""
     points = _warmup(settings)
     if settings.decay_steps:
         first_at_minimum = steps - settings.constant_steps + 1
@@ -55,7 +55,7 @@ def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> flo
 
 
 def by_points(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`points`: the rate follows the user's curve."""
+    """The learning rate with `points`: it follows the user's curve."""
     return rate_at([RateAtStep(point.at, settings.lr * point.factor, point.shape) for point in settings.points], step)
 
 
@@ -65,7 +65,7 @@ def _warmup(settings: OptimizerConfig) -> list[RateAtStep]:
 
 
 def rate_at(points: Sequence[RateAtStep], step: int) -> float:
-    """Return the rate of a step by the points of a curve.
+    """Return the learning rate of a step by the points of its curve.
 
     With part p of the way between two points, from 0 to 1, the rate is `end + (start - end) · f(p)`: `f` is `1 - p`
     linear, `(1 + cos πp) / 2` cosine, `1 - √p` sqrt (arXiv:2405.18392).
@@ -87,18 +87,8 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
     return end.rate + (start.rate - end.rate) * shape
 
 
-def steps_without_rate(settings: OptimizerConfig, steps: int) -> list[str]:
-    """Return a note if the learning rates of `optimizer.points` end at 0 before the run's last step."""
-    return [
-        f"steps {point.at:,} to {steps:,} (train.steps) have a learning rate of 0, as optimizer.points end: "
-        "lower train.steps, or move that point"
-        for point in settings.points[-1:]
-        if point.factor == 0 and point.at < steps
-    ]
-
-
 def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
-    """Return a note if the schedule of learning rates ends at another step than before the resume; else None.
+    """Return a note on the learning rate, if its schedule ends at another step than before the resume; else None.
 
     Args:
         former_steps: `train.steps` before the run was resumed.

@@ -14,7 +14,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.distributed.placement import of_or_whole
 from shardwise.distributed.torch_private import step_optimizer, without_compiler
+from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
 from shardwise.optim.matrix_exchange import Matrix, MatrixExchange, MatrixPart
 from shardwise.optim.wrapped_class import ModelSlices, RoundedSlices, SliceOptimizer, gradient_of
@@ -230,3 +232,21 @@ def _negative_rate(group: dict[str, Any], shape: tuple[int, ...]) -> float:
     """Return the factor by which a matrix `[O, I]` of the group moves along its orthogonalized direction."""
     rows, columns = shape
     return -_rate(group) * _SCALES[group["adjust_lr_fn"]](rows, columns)
+
+
+def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices for Muon: those of a model's blocks, the entries of its module lists, but of embeddings.
+
+    A rank's stages are a list too, whose entries are no blocks.
+    """
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and part is not model]
+    embeddings = nn.Embedding, ParallelEmbedding, ReplicatedEmbedding, ParallelLMHead
+    matrices = (
+        parameter
+        for modules in lists
+        for module in modules.modules()
+        if not isinstance(module, embeddings)
+        for parameter in module.parameters(recurse=False)
+        if len(of_or_whole(parameter).pieces[0].shape) == 2
+    )
+    return list(dict.fromkeys(matrices))

@@ -84,8 +84,8 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Dtypes:
-    """Dtypes of what a step keeps and sends, and how results are rounded to them.
+class OptimizerDtypes:
+    """Dtypes of what the optimizer's step keeps and sends, and how results are rounded to them.
 
     Attributes:
         gradient: dtype of accumulated gradients; None: the parameter's.

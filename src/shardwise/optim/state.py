@@ -33,7 +33,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A box of a canonical tensor that is one run of a bucket's owned part.
+    """A slice of an optimizer's state: a box of a canonical tensor that is one run of a bucket's owned part.
 
     Attributes:
         piece: piece of the canonical tensor that has the elements.
@@ -157,7 +157,7 @@ def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, An
 
 
 def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_masters: bool) -> int:
-    """Return bytes of the optimizer's states, which the first step makes, and of masters: separate ones, or all."""
+    """Return bytes of an optimizer's state, which its first step makes, and of its masters: separate ones, or all."""
     bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
     total = 0
     for group in optimizer.inner.param_groups:
@@ -234,7 +234,7 @@ def _like(template: Any, value: Number) -> Any:
 
 @torch.no_grad()
 def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Bring the optimizer's state and parameters to all ranks that keep them, from those that read them; collective."""
+    """Bring an optimizer's state and parameters to all ranks that keep them, from those that read them; collective."""
     restored = state_tensors(optimizer)
     for bucket in optimizer.buckets:
         if bucket.copies.size > 1:

@@ -116,7 +116,7 @@ class StateHash:
 
 
 def digest_place(step: int, samples: int, tokens: int, position: int, seed: int) -> dict[str, int]:
-    """Return the numbers of a state digest: the place in the training's data, and what random numbers follow."""
+    """Return the part of a state digest that is no tensor: the place in the data, and what random numbers follow."""
     return {"step": step, "samples": samples, "tokens": tokens, "position": position, "seed": seed}
 
 

@@ -130,7 +130,7 @@ class _Block:
 
 
 class RandomBits:
-    """16 random bits for each element of a bucket's owned part and for each tensor of its state.
+    """16 bits for the rounding of each element of a bucket's owned part and of each tensor of its state.
 
     Two tensors share a 32-bit word: element i of a canonical tensor has `scramble(hash + i · INCREMENT_32)`.
     """

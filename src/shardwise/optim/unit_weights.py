@@ -28,7 +28,7 @@ from shardwise.optim.freed_buckets import FreedWeights
 
 
 def places_in(model: nn.Module) -> dict[nn.Parameter, UnitPlace]:
-    """Return the pipeline stage and the first unit of each parameter of a model."""
+    """Return the places by which the optimizer makes buckets: stage and first unit of each parameter of a model."""
     places: dict[nn.Parameter, UnitPlace] = {}
     for number, stage in enumerate(unit_roots(model)):
         for unit, parameters in enumerate(parameters_by_unit(stage).values()):

@@ -25,7 +25,7 @@ from shardwise.distributed.placement import Pieces
 from shardwise.distributed.torch_private import step_optimizer, without_compiler
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun
-from shardwise.optim.sharding import Dtypes, Ranks, Sharding
+from shardwise.optim.sharding import OptimizerDtypes, Ranks, Sharding
 
 _ADVICE = (
     "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
@@ -330,7 +330,7 @@ def gradient_of(bucket: Bucket) -> Tensor:
 
 
 def require_suitable(
-    optimizer_class: type[torch.optim.Optimizer], sharding: Sharding, dtypes: Dtypes, model: nn.Module | None
+    optimizer_class: type[torch.optim.Optimizer], sharding: Sharding, dtypes: OptimizerDtypes, model: nn.Module | None
 ) -> None:
     """Refuse what does not go together: ZeRO-3 without a model, and options of elementwise classes with others."""
     if sharding.stage == 3 and model is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Frequency, Rounding
-from shardwise.distributed import devices
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler
@@ -29,7 +29,7 @@ from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.freed_buckets import draw_in_place, make_buckets
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
-from shardwise.optim.sharding import Cut, Dtypes, Ranks, Sharding, by_replicas
+from shardwise.optim.sharding import Cut, OptimizerDtypes, Ranks, Sharding, by_replicas
 from shardwise.optim.unit_weights import UnitWeights, places_in
 from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
 
@@ -145,7 +145,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if grad_clipping:
             require_max_norm(max_norm)
         self._sharding = Sharding(stage, replicate, reduce, gather, prefetch, offload, bucket_mib)
-        self._dtypes = Dtypes(
+        self._dtypes = OptimizerDtypes(
             gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32, state_dtype, rounding, rounding_seed
         )
         checks.require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
@@ -224,7 +224,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
             draw_in_place(p)
-            checks.broadcast_value(p, of_or_whole(p).pieces[0].replicas or self.group)
+            collectives.broadcast_value(p, of_or_whole(p).pieces[0].replicas or self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
         hook = weak_hook(self._reductions.take)
@@ -284,7 +284,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         The reduction adds all groups (`buckets.GroupSums`).
 
         Args:
-            leaves: parameters `[…]` and leaves of heads (`placement.head_leaf`) whose group ends; None: all.
+            leaves: parameters `[…]` and leaves of heads (`head_leaf`) whose group ends; None: all.
         """
         chosen = None if leaves is None else set(leaves)
         for bucket in self.buckets:

@@ -137,7 +137,7 @@ class Clock:
 
 
 def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
-    """Give torch's `P2POp`s the names that a trace shows, and return them."""
+    """Give torch's `P2POp`s, messages between pipeline stages, the names that a trace shows, and return them."""
     for message in messages:
         message.traced_as = _trace_name(kind, stage, micro_batch)
     return messages

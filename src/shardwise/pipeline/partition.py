@@ -6,7 +6,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
-from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.layout import Stage
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.models.flops import block_work, head_work
 from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
@@ -35,8 +36,8 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
 
 
-def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
-    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
+def partition_by_rank(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+    """Partition a model: the stages of each pipeline rank, and the padded elements of their parameters, or None."""
     plan = stage_plan(config, layout)
     model = config.shapes
     by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
@@ -56,7 +57,7 @@ def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """Return each pipeline stage's part of a step's work, in the order of the model. Not for a model of your own."""
+    """Return each pipeline stage's part of a step's work, in the partition's order. Not for a model of your own."""
     length = config.train.sequence_length
     head = _head_in_blocks(config.known_shapes, length, config.data.predictions(length))
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
@@ -95,3 +96,15 @@ def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
     fewest, larger_stages = divmod(layers - last_blocks, other_stages)
     sizes = [fewest + (stage >= other_stages - larger_stages) for stage in range(other_stages)]
     return (*sizes, last_blocks)
+
+
+def pipeline_rank_of(parallel: ParallelConfig, stage: int) -> int:
+    """Return the pipeline rank that holds a stage, given by its index in the order of the model.
+
+    Stages are dealt out in rounds, one to each rank. In a V-shaped schedule every second round goes from the last rank
+    to the first, so that rank r of p holds the stages r and 2p-1-r.
+    """
+    round_number, place = divmod(stage, parallel.pipeline)
+    if SCHEDULES[parallel.schedule].is_v_shaped and round_number % 2 == 1:
+        return parallel.pipeline - 1 - place
+    return place

@@ -22,8 +22,8 @@ from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
+from shardwise.layers.embedding import head_leaf
 from shardwise.pipeline.action_order import BACKWARD, FORWARD, INPUT, WEIGHTS
 from shardwise.pipeline.clock import Clock, StepTiming, name_messages
 from shardwise.pipeline.stages import Compute, Stages

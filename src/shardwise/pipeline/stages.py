@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
-from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -17,7 +17,7 @@ from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.execution import Compiler
 from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_balance, build_model
-from shardwise.pipeline.partition import stage_plan
+from shardwise.pipeline.partition import pipeline_rank_of, stage_plan
 
 
 class Stages(nn.ModuleList):
@@ -49,7 +49,7 @@ def build_stages(
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     compiler: Compiler | None = None,
 ) -> nn.Module:
-    """Return this rank's part of the model: `Stages`, or without a pipeline the model itself.
+    """Return this rank's pipeline stages of the model, `Stages`; without a pipeline the model itself.
 
     A stage has the same weights as without a pipeline. Only this rank's stages are built.
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.layout import pipeline_rank_of
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.pipeline.action_order import TIME, Action, ActionKind, action_order
+from shardwise.pipeline.partition import pipeline_rank_of
 
 
 @dataclass(frozen=True)

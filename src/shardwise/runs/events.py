@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
+import platform
 from collections.abc import Mapping
 from datetime import datetime
 from mmap import ACCESS_READ, mmap
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of_json
 from shardwise.runs.folder import RunDirectory, event_bytes
+from shardwise.runs.json_records import record_of_json
 
 NEXT_STAGE = "next stage"
 """Reason of a "stop" event of a run that goes on in the same processes, with the sizes of its next stage."""
@@ -25,7 +26,7 @@ _LAST_SECOND = 1e11
 
 
 def seconds_of(event: Mapping[str, Any]) -> float:
-    """Return the time at which an event was recorded, in seconds since the epoch; NaN if it is unknown."""
+    """Return the time of a run's event, in seconds since the epoch; NaN if it is unknown."""
     try:
         seconds = datetime.fromisoformat(event["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -34,23 +35,23 @@ def seconds_of(event: Mapping[str, Any]) -> float:
 
 
 def number(value: Any, default: float = math.nan) -> float:
-    """Return a number of an event, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
+    """Return a number of a run's event, in which "nan", "inf" and "-inf" are texts; `default` for what is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return default
 
 
-def how_it_ended(run_path: Path) -> str:
-    """Return the words to add to a message on a run that is over; empty if no event is known of its end."""
+def ending_text(run_path: Path) -> str:
+    """Return how a run ended by its events, in words to add to a message; empty if no event is of its end."""
     stop = last_event(run_path, "stop")
-    saved = what_is_saved(run_path, "")
+    saved = newest_checkpoint_text(run_path, "")
     ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
     return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
 
 
-def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
-    """Name the newest checkpoint of a run: until a resumed run saves its first, the one that it was resumed from.
+def newest_checkpoint_text(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
+    """Name the newest checkpoint among a run's events: until a resumed run saves one, that from which it resumed.
 
     Args:
         nothing: text to return if there is none.
@@ -60,17 +61,17 @@ def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> s
 
 
 def newest_checkpoint(run_path: Path) -> int:
-    """Return the step of the newest checkpoint that a run has recorded; 0 without one."""
+    """Return the step of the newest checkpoint among a run's events; 0 without one."""
     return _last_step(run_path, "checkpoint", "resume")
 
 
-def last_step(run_path: Path) -> int:
-    """Return the last step that a run has recorded; 0 without one."""
+def last_recorded_step(run_path: Path) -> int:
+    """Return the step of a run's last event; 0 without one."""
     return _last_step(run_path, "step", "checkpoint", "resume")
 
 
 def first_step(run_path: Path) -> int:
-    """Return the number of steps that were done when the run was started last."""
+    """Return, by a run's last event of a start, the number of steps that were done then."""
     event = last_event(run_path, "start", "resume") or {}
     return int(event.get("step") or 0) if event.get("event") == "resume" else 0
 
@@ -86,7 +87,7 @@ def last_event(run_path: Path, *kinds: str, until: float = math.inf) -> dict[str
 
 
 def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
-    """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
+    """Return the last event of these kinds of a run. The file is searched from its end, as it may have gigabytes."""
     try:
         with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines) if until == math.inf else _end(lines, until)
@@ -118,3 +119,13 @@ def _end(lines: mmap, until: float) -> int:
     lines.seek(bisect.bisect(range(len(lines)), until, key=time_of_the_next))
     lines.readline()
     return lines.tell()
+
+
+def local_ranks(run: RunDirectory) -> int | None:
+    """Return the number of ranks of the run's last start; None if it is unknown, or other machines had some of them."""
+    ranks = (last_event(run.path, "start") or {}).get("ranks")
+    if not isinstance(ranks, int) or ranks < 1:
+        return None
+    # A machine has neighbouring ranks: the first and the last one tell of all.
+    starts = [last_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
+    return ranks if all(start.get("host") == platform.node() for start in starts) else None

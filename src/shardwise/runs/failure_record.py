@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import files, parsing, terminal, units
-from shardwise.base.errors import ConfigError, see
+from shardwise.base import files, terminal, units
+from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted
 from shardwise.runs.events import seconds_of
 from shardwise.runs.folder import RunDirectory, json_text, read_config
+from shardwise.runs.json_records import record_instance
 
 HEADING = "FAILED "
 _ADDRESS = r" \(`(shardwise explain [^()`]+)`\)"
@@ -24,7 +25,7 @@ _STEP = r"step ([\d,]+): (.*)"
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """The failure of a run.
+    """The recorded failure of a run.
 
     Attributes:
         time: time of the failure, as events have it.
@@ -115,7 +116,7 @@ def failure_of(facts: Mapping[str, Any], last_start: Mapping[str, Any]) -> Failu
         last_start: last "start" event of the run; {} without one.
     """
     try:
-        record = parsing.record_instance(FailureRecord, facts)
+        record = record_instance(FailureRecord, facts)
     except ValueError:
         return None
     time = seconds_of(asdict(record))
@@ -123,27 +124,9 @@ def failure_of(facts: Mapping[str, Any], last_start: Mapping[str, Any]) -> Failu
 
 
 def recorded_sections(directory: RunDirectory) -> Mapping[str, Mapping[str, Any]]:
-    """Return the sections of the run's configuration; {} if it cannot be read."""
+    """Return the recorded sections of a failed run's configuration; {} if it cannot be read."""
     try:
         stored = read_config(directory)
     except ConfigError:
         return {}
     return {name: section for name, section in stored.items() if isinstance(section, Mapping)}
-
-
-def checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return `every` and `every_minutes` of a run's checkpoints; None for one that is unknown."""
-    checkpoint = sections.get("checkpoint", {})
-    every = checkpoint.get("every")
-    minutes = checkpoint.get("every_minutes")
-    return {
-        "every": every if isinstance(every, int) else None,
-        "every_minutes": minutes if isinstance(minutes, int | float) else None,
-    }
-
-
-def will_recur(text: str, sections: Mapping[str, Mapping[str, Any]], checkpoint: int) -> bool:
-    """Return True if such a failure comes again: a drift by the run's own model; a loss, without a `checkpoint`."""
-    is_same_loss = not checkpoint and see("training#loss-not-finite") in text
-    is_own = ":" in str(sections.get("model", {}).get("family", ""))
-    return is_same_loss or (is_own and see("training#drifted-parameters") in text)

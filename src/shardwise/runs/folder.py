@@ -58,9 +58,10 @@ from shardwise.base.files import (
     require_trusted,
     write_atomic,
 )
-from shardwise.base.parsing import count_of, read_mapping, read_record, record_of_json
+from shardwise.base.parsing import count_of, read_mapping
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
+from shardwise.runs.json_records import read_record, record_of_json
 
 RUNS = Path("runs")
 EVENTS = (
@@ -85,7 +86,7 @@ def now() -> str:
 
 
 def read_config(run: RunDirectory) -> dict[str, Any]:
-    """Return the configuration that a run's folder stores; ConfigError: it cannot be read."""
+    """Return the configuration in a run's folder; ConfigError: it cannot be read."""
     try:
         return read_mapping(run.config)
     except OSError as error:
@@ -170,14 +171,14 @@ class AppendedFile:
 
 
 def open_log(path: Path) -> TextIO:
-    """A run's log, to which lines are appended; its folder is made; ConfigError: it cannot be opened, or is a link."""
+    """Open a log in a run's folder, which is made, to append lines; ConfigError: it cannot be opened, or is a link."""
     with _making(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)
 
 
 def event_bytes(kind: str) -> bytes:
-    """Return the bytes by which a line with an event of this kind is known without parsing it.
+    """Return the bytes by which a line of a run's files with an event of this kind is known without parsing it.
 
     So every writer of events puts the kind first, and `json_text` a blank after each colon.
     """
@@ -503,7 +504,7 @@ def _finite(value: Any) -> Any:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the Git commit for `environment.json` of the run, and `modified`: True if tracked files differ from it.
+    """Return the Git commit for a run's `environment.json`, and `modified`: True if tracked files differ from it.
 
     None outside of a repository.
     """
@@ -524,7 +525,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 class FollowedFolder:
-    """A run's folder, found again after it is renamed.
+    """The folder of a run under way, which its ranks find again after it is renamed.
 
     Attributes:
         renamed_to: present path of the folder if it was renamed; else None.
@@ -582,3 +583,9 @@ def _is_at(status: os.stat_result, path: Path) -> bool:
         return os.path.samestat(status, path.lstat())
     except OSError:
         return False
+
+
+def run_folder(text: str) -> Path:
+    """The run's folder of an option, that to which `runs/latest` leads now: a run that starts changes the link."""
+    path = Path(text)
+    return path.parent / path.readlink() if path.is_symlink() else path

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.base.mesh_axes import has_degrees, layout_text
+from shardwise.base.mesh_axes import AXES, layout_text
 from shardwise.base.parsing import count_of
 
 ONE_PROCESS = "one process"
@@ -26,6 +26,11 @@ class LayoutSpan:
 
     steps_before: int
     layout: str
+
+
+def has_degrees(recorded: Mapping[str, object]) -> bool:
+    """Return whether a file of a run has recorded the degrees of its layout."""
+    return all(axis.is_optional or isinstance(recorded.get(axis.degree), int) for axis in AXES)
 
 
 def short_layout(layout: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.base.errors import listing
 from shardwise.optim.state_digest import digests_by_tensor
 from shardwise.runs.folder import RunDirectory, last_kept_step
 
@@ -78,16 +77,6 @@ class StateRecords:
         self.changes = [(min(at, step), change) for at, change in self.changes]
 
 
-def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
-    """The differing part of two runs' states, as a noun phrase; None where the recorded hashes are equal."""
-    if a.text == b.text:
-        return None
-    tensors = differing_tensors(a, b)
-    if not tensors:
-        return "the place in the data or the seed"
-    return f"{len(tensors):,} of {len(a.tensors):,} tensors ({listing(tensors, most=5)})"
-
-
 def differing_tensors(a: RecordedHash, b: RecordedHash) -> list[str]:
-    """`STATE/NAME` of the tensors whose recorded digests differ, or that one of the two runs lacks."""
+    """`STATE/NAME` of the tensors whose recorded digests differ in two runs, or that one of the two lacks."""
     return [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if a.tensors.get(name) != b.tensors.get(name)]

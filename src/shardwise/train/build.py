@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
 from shardwise.checkpoint.save import KeptCheckpoints, Saver
-from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval, recorded_return
+from shardwise.checkpoint.storage.checkpoint_choice import recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
 from shardwise.config.sections import HooksConfig
@@ -27,8 +27,7 @@ from shardwise.launch.stop_requests import make_stop_check
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
-from shardwise.models.blocks import block_matrices
-from shardwise.models.build import products_add, products_add_in_graphs
+from shardwise.models.build import model_adds_products, model_adds_products_in_graphs
 from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
@@ -43,6 +42,7 @@ from shardwise.train.resume import Resumed
 from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
+from shardwise.train.training import memory_copy_interval
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline
@@ -251,8 +251,8 @@ def _choose_accumulation(config: Config, precision: Precision, model: nn.Module,
     """Choose what adds the gradients of weights to those of earlier micro-batches: products, or autograd."""
     if not config.model.is_own and precision.gradient != precision.parameter:
         add_without_cast(weights_of(model))
-    if products_add(config, device):
-        adds_in_graphs = products_add_in_graphs(config, device)
+    if model_adds_products(config, device):
+        adds_in_graphs = model_adds_products_in_graphs(config, device)
         in_place = adds_in_graphs if config.compile.enabled else not config.splits_backward
         heads = [module.weight for module in model.modules() if isinstance(module, ParallelLMHead)]
         let_products_add([*weights_of(model), *heads], in_place=in_place)
@@ -321,6 +321,8 @@ def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[
     """Parameter groups: with Muon, its matrices have a group of their own, and all others AdamW's learning rate."""
     if not settings.spec.orthogonalizes:
         return _decay_groups(model.parameters(), settings.weight_decay, settings.no_decay)
+    from shardwise.optim.muon import block_matrices
+
     matrices = block_matrices(model)
     if not matrices:
         raise ConfigError(

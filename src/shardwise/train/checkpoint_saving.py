@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval
 from shardwise.distributed import collectives
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.runs.folder import FollowedFolder
 from shardwise.train.rank_agreement import first_stop_reason
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM
-from shardwise.train.training import Training
+from shardwise.train.training import Training, memory_copy_interval
 
 if TYPE_CHECKING:
     from shardwise.train.memory_copies import MemoryCopies

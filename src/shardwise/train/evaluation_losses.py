@@ -28,8 +28,8 @@ from shardwise.train.mean_loss import MicroBatch, mean_over_targets, perplexity
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The quality of a model's predictions of a text.
+class EvaluationLosses:
+    """The losses and accuracies of an evaluation.
 
     Attributes:
         losses: mean loss of each objective's targets, in nats.
@@ -77,7 +77,7 @@ def evaluate_rounds(
     *,
     is_scored: bool = False,
     bytes_V: npt.NDArray[np.int64] | None = None,
-) -> Evaluation:
+) -> EvaluationLosses:
     """Mean losses over micro-batches, without dropout; collective, equal on every rank.
 
     Sums are kept in float64, on the host where the device has none, so that only the rounding of float32 within a
@@ -132,10 +132,10 @@ def evaluate_rounds(
 
 def _evaluation(
     sums: Tensor, objectives: Sequence[str], seconds: float, has_answers: bool, has_bytes: bool
-) -> Evaluation:
+) -> EvaluationLosses:
     """The evaluation whose sums are losses [K], targets [K], right answers [K], tokens [1] and bytes [1]."""
     losses_K, counts_K, answers_K = sums[:-2].chunk(3)
-    return Evaluation(
+    return EvaluationLosses(
         losses=_by_name(objectives, mean_over_targets(losses_K, counts_K)),
         counted={name: int(count) for name, count in _by_name(objectives, counts_K).items()},
         accuracies=_by_name(objectives, mean_over_targets(answers_K, counts_K)) if has_answers else {},
@@ -168,7 +168,7 @@ def evaluate(
     shown: bool = False,
     parallel: ParallelConfig | None = None,
     bytes_V: npt.NDArray[np.int64] | None = None,
-) -> Evaluation:
+) -> EvaluationLosses:
     """Mean losses over every sample of `batches`, each once; collective, equal on every rank."""
     with progress("evaluating", batches.num_samples, "sequence", shown=shown) as advance:
         rounds = _rounds(batches, mesh, micro_batch, advance)

@@ -12,7 +12,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.registered import provided
 from shardwise.data import Tokenizer
 from shardwise.data.samples.batch import Batches
-from shardwise.train.evaluation_losses import Evaluation, evaluate_rounds
+from shardwise.train.evaluation_losses import EvaluationLosses, evaluate_rounds
 from shardwise.train.mean_loss import perplexity
 from shardwise.train.reporter import Reporter
 from shardwise.train.training import Training
@@ -86,7 +86,7 @@ class Evaluator:
         # New parameters may still be under way.
         self.training.optimizer.gathers.wait()
 
-    def _evaluate(self, batches: Batches, bytes_V: npt.NDArray[np.int64] | None = None) -> Evaluation:
+    def _evaluate(self, batches: Batches, bytes_V: npt.NDArray[np.int64] | None = None) -> EvaluationLosses:
         """Evaluate the first `eval_batches` global batches of a text."""
         training = self.training
         config = training.config

@@ -26,7 +26,7 @@ from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.masks import DocumentSizes
-from shardwise.train.mean_loss import MicroBatch, document_sizes
+from shardwise.train.mean_loss import MicroBatch
 
 _IntArray = npt.NDArray[np.int64]
 _COUNTS = "counts"
@@ -212,7 +212,7 @@ def _arrays(batch: Batch, has_padding: bool) -> dict[str, _IntArray]:
     arrays = {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts}
     if has_padding and batch.lengths is not None:
         arrays[_LENGTHS] = batch.lengths
-    documents = document_sizes(batch)
+    documents = DocumentSizes.of(batch.inputs.get("starts_SB"))
     if documents is not None:
         arrays[_DOCUMENTS] = np.array(documents)
     return arrays

@@ -99,7 +99,7 @@ def _load_loss(path: str) -> Any:
 
 
 def user_optimizer(hooks: HooksConfig, section: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of `hooks.optimizer`, and its arguments after the parameters; ConfigError if it does not suit."""
+    """The class that `hooks.optimizer` names, and its arguments after the parameters; ConfigError if it is unfit."""
     from shardwise.base.user_code import load_user_object
 
     path = hooks.optimizer

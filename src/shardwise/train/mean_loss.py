@@ -59,7 +59,7 @@ class MicroBatch:
         lengths_B = None
         if batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
             lengths_B = copied(batch.lengths)
-        documents = document_sizes(batch)
+        documents = DocumentSizes.of(batch.inputs.get("starts_SB"))
         return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B, documents)
 
     def part(self, group: Group) -> MicroBatch:
@@ -146,15 +146,6 @@ class MicroBatch:
         targets_SB = self.inputs["targets_SB"]
         # No selection of targets, for whose number the host would wait.
         return (bytes_V[targets_SB.clamp(min=0)] * (targets_SB != IGNORE)).sum()
-
-
-def document_sizes(batch: Batch) -> DocumentSizes | None:
-    """The sizes of a micro-batch's documents; None where documents do not attend by themselves."""
-    if "starts_SB" not in batch.inputs:
-        return None
-    starts_SB = batch.inputs["starts_SB"]
-    positions_SB = np.arange(len(starts_SB))[:, None] - starts_SB
-    return DocumentSizes(int(np.count_nonzero(positions_SB == 0)), int(positions_SB.max()) + 1)
 
 
 # A signature takes tens of microseconds, and is asked for each micro-batch and stage.

@@ -35,13 +35,12 @@ from shardwise.base import files, parsing, units
 from shardwise.base.files import reason_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
-from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_bytes, state_numbers, state_tensors
-from shardwise.train.training import Training
+from shardwise.train.training import Training, memory_copy_interval
 
 MEMORY = Path("/dev/shm")
 _KEPT = 2

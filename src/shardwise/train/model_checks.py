@@ -101,7 +101,7 @@ def mean_text(model: ModelConfig, loss: str | None, first_loss: float) -> str | 
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedundancyOptimizer | None = None) -> None:
-    """Compare every parameter over data parallelism, and every copied piece over its copies. Collective.
+    """Check a training's model for drift: every parameter over data parallelism, and every copied piece. Collective.
 
     Of parameters that ZeRO-3 frees, copies of their parts are compared.
 
@@ -153,7 +153,7 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def find_non_finite(model: nn.Module, loss: float) -> tuple[tuple[int, int, int], str]:
-    """A key that sorts the nearest cause first, and a text on a value of this rank that is not finite; "" if all are.
+    """Check a training's values: a key that sorts the nearest cause first, and a text on one that is not finite, or "".
 
     The key has 0 for a weight, 1 for the loss and 2 for a gradient; then stage and parameter in the order of the pass
     that uses them.

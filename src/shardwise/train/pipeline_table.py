@@ -15,7 +15,7 @@ from shardwise.config import Config, Layout
 from shardwise.config.layout import Stage
 from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.pipeline import schedule_picture as picture
-from shardwise.pipeline.partition import stages_of_ranks
+from shardwise.pipeline.partition import partition_by_rank
 
 _PLAIN_WIDTH = 120
 """Characters of a line of the picture where there is no terminal."""
@@ -42,5 +42,5 @@ def print_pipeline(console: Console, config: Config, layout: Layout, accelerator
         line.rstrip()
         console.print(line, soft_wrap=True)
     memory = memory_by_rank(config, layout, accelerator)
-    for row in _rank_table(layout, stages_of_ranks(config, layout), memory):
+    for row in _rank_table(layout, partition_by_rank(config, layout), memory):
         console.print(Text(row), soft_wrap=True)

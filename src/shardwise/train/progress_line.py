@@ -35,7 +35,7 @@ _NOTEBOOK_HTML = """\
 
 
 class ProgressLine:
-    """Progress on one console: a line that is redrawn in place on a terminal, a line now and then elsewhere.
+    """Progress of a training on one console: a line redrawn in place on a terminal, a line now and then elsewhere.
 
     Args:
         every_update: print a line at each `update` where there is no terminal, not only about twenty in a run.
@@ -142,7 +142,7 @@ class ProgressLine:
 
 
 class NotebookProgress(ProgressLine):
-    """Progress in a Jupyter notebook: one display in HTML, which each update replaces.
+    """Progress of a training in a Jupyter notebook: one display in HTML, which each update replaces.
 
     IPython alone shows it: the display of rich would need `ipywidgets`, which a kernel may lack.
     """
@@ -179,5 +179,5 @@ class NotebookProgress(ProgressLine):
 
 
 def parts_of_loss(losses: Mapping[str, float]) -> str:
-    """The loss of each objective as text: `MLM 6.2146, NSP 0.6931`."""
+    """The loss of each objective as text of the progress line: `MLM 6.2146, NSP 0.6931`."""
     return ", ".join(f"{name.upper()} {loss:.4f}" for name, loss in losses.items())

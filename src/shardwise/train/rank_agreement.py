@@ -31,13 +31,13 @@ _LONGEST_POLL_SECONDS = 5.0
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """The versions of the packages that decide what a run computes and writes."""
+    """The versions of packages on which the ranks of a training must agree."""
     packages = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic")
     return {"shardwise": __version__} | {package: importlib.metadata.version(package) for package in packages}
 
 
 def while_others_wait(work: Callable[[], _Result], group: Group) -> _Result:
-    """Do work that may take long on one rank, and wait until all ranks of the training have done theirs. Collective.
+    """Do a training's work on one rank that may take long, and wait until all ranks have done theirs. Collective.
 
     A collective fails when a rank does not call it in time, so the ranks tell each other every few seconds whether they
     still work. They wait no longer once the work has failed on one of them, which then raises its error.
@@ -62,7 +62,7 @@ def while_others_wait(work: Callable[[], _Result], group: Group) -> _Result:
 
 @contextmanager
 def raised_on_every_rank(group: Group) -> Iterator[None]:
-    """Let every rank raise the problems of a ConfigError that the body raises on any rank. Collective."""
+    """Let every rank of a training raise the problems of a ConfigError that the body raises on any. Collective."""
     problems: list[str] = []
     try:
         yield

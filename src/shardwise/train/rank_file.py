@@ -12,11 +12,11 @@ import psutil
 
 from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import record_of_json
 from shardwise.config import Layout
 from shardwise.distributed import devices
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
+from shardwise.runs.json_records import record_of_json
 from shardwise.train.step_record import StepRecord
 
 
@@ -99,7 +99,7 @@ class RankFile:
 
 
 def place_of_rank(run: RunDirectory, rank: int) -> str:
-    """The node, device and stage of a rank, by its `ranks/rank-NNNN.jsonl`; empty where it cannot be read."""
+    """The node, device and stage of a training's rank, by the file that it writes; empty where it cannot be read."""
     try:
         with open_plain(run.rank_metrics(rank)) as file:
             start = record_of_json(file.readline())
@@ -109,7 +109,7 @@ def place_of_rank(run: RunDirectory, rank: int) -> str:
 
 
 def process_seconds() -> float:
-    """Seconds since this rank's process began."""
+    """Seconds of a training since the process of this rank began."""
     # By the clock of the machine, as the system records it: Python's own counters begin after its imports.
     return time.time() - psutil.Process().create_time()
 

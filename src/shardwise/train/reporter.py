@@ -38,13 +38,13 @@ from shardwise.train.profiler_trace import no_trace_text, trace_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, parts_of_loss
 from shardwise.train.rank_file import RankFile, WarningOnce, place_of_rank, process_seconds
 from shardwise.train.step_meters import STRAGGLER_STEPS
-from shardwise.train.step_record import SMOOTHED_STEPS, StartTotals, StepRecord, Throughput, last_step_of_run
+from shardwise.train.step_record import SMOOTHED_STEPS, StartTotals, StepRecord, Throughput
 from shardwise.train.summary import start_rows
 
 if TYPE_CHECKING:
     from shardwise.optim.state_digest import StateHash
     from shardwise.train.compile.compiled_units import CapturedGraph
-    from shardwise.train.evaluation_losses import Evaluation
+    from shardwise.train.evaluation_losses import EvaluationLosses
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -143,7 +143,7 @@ class Reporter:
         """
         began = time.perf_counter()
         self._steps_before = steps_before
-        end_of_all = last_step_of_run(self.config.train, steps_before)
+        end_of_all = self.config.train.last_step(steps_before)
         if totals is None:
             # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
             recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
@@ -335,7 +335,7 @@ class Reporter:
                 f"own fastest {STRAGGLER_STEPS} steps took{see('training#slow-rank')}"
             )
 
-    def evaluation(self, step: int, result: Evaluation, name: str | None = None) -> None:
+    def evaluation(self, step: int, result: EvaluationLosses, name: str | None = None) -> None:
         """Record an evaluation made after `step` steps: of the held-out part, or of a further set by its name."""
         losses = result.losses if len(result.losses) > 1 else {}
         # Of the held-out part it is that of the first objective, which predicts tokens, whatever tokens these are.

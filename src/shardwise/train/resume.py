@@ -50,7 +50,7 @@ _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 
 
 def checkpoints_at_start(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
-    """The checkpoints that exist when a training starts; checks that new ones can be written. On one rank.
+    """The checkpoints from which a training may resume at its start; checks that new ones can be written. On one rank.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.
@@ -161,7 +161,7 @@ def restore_first_intact(candidates: Sequence[StepFolder], training: Training, r
 def set_later_checkpoints_aside(
     root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool
 ) -> list[str]:
-    """Rename the checkpoints after the step from which a training resumes; returns their new names. Collective.
+    """Resume a training at a step: rename the checkpoints after it; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
 

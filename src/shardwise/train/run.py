@@ -26,10 +26,10 @@ from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
-from shardwise.optim.learning_rate import moved_end_text, steps_without_rate
+from shardwise.optim.learning_rate import moved_end_text
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_run_trainer
 from shardwise.train.checkpoint_saving import CheckpointSaver
-from shardwise.train.device_memory import config_for_device_memory, out_of_memory_text, require_device
+from shardwise.train.device_checks import config_for_device_memory, out_of_memory_text, require_device
 from shardwise.train.observers import Observer, SteppedCollection, build_observers, run_observers
 from shardwise.train.profiler_trace import Trace
 from shardwise.train.rank_agreement import require_same_on_ranks
@@ -314,7 +314,7 @@ def _begin(
     for note in (opened.folder.batch_note, *opened.companions.notes, opened.sets.note):
         if note is not None:
             reporter.message(note)
-    for note in [*opened.folder.notes, *steps_without_rate(config.optimizer, config.train.steps)]:
+    for note in [*opened.folder.notes, *config.optimizer.steps_without_rate(config.train.steps)]:
         reporter.warning(note)
     if copies is not None:
         reporter.message(copies.summary)

@@ -57,8 +57,8 @@ _SAME = 1e-6
 """Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
 
 
-class StepClock:
-    """Measures the steps of one rank, part by part."""
+class StepMeter:
+    """Meters the training steps of one rank: the seconds of each part."""
 
     def __init__(self, mesh: Mesh, pipeline: Clock | None = None) -> None:
         self._mesh = mesh
@@ -249,7 +249,7 @@ class StepMeters:
         mesh = training.mesh
         batches = training.feed.batches
         pipeline = training.pipeline
-        self.clock = StepClock(mesh, None if pipeline is None else pipeline.clock)
+        self.clock = StepMeter(mesh, None if pipeline is None else pipeline.clock)
         self.sources: SourceLosses | None = None
         if isinstance(batches, BlendedBatches):
             from shardwise.train.source_losses import SourceLosses

@@ -10,7 +10,6 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from shardwise.base.step_detail import StepDetail
-from shardwise.config import TrainConfig
 
 if TYPE_CHECKING:
     from shardwise.pipeline.clock import StepTiming
@@ -60,14 +59,9 @@ class Progress:
         return spike
 
 
-def last_step_of_run(train: TrainConfig, steps_before: int) -> int:
-    """The last step of a run that begins after `steps_before` steps."""
-    return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
-
-
 @dataclass(frozen=True)
 class Straggler:
-    """The slowest rank.
+    """The slowest rank of a training's step.
 
     Attributes:
         relative: work of this rank divided by that of the fastest rank of its stage.

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, size_stages_of, tokens_of_run
+from shardwise.base.parsing import dump_yaml
+from shardwise.config import Config, Layout, ModelConfig, Precision, size_stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.device_peaks import peak_flops
@@ -34,7 +35,7 @@ from shardwise.models import parameter_counts
 from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
 from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.pipeline.partition import compute_shares, stages_of_ranks
+from shardwise.pipeline.partition import compute_shares, partition_by_rank
 from shardwise.runs.folder import json_text
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
@@ -47,9 +48,36 @@ _PYTHON_AND_TORCH = f"about {units.size(_PROCESS_BYTES)} for Python and torch"
 _Rows = list[tuple[str, str]]
 
 
+class _ClusterDevice(Protocol):
+    """A device that a rank would compute with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def memory(self) -> float:
+        """Its bytes."""
+
+    @property
+    def is_accelerator(self) -> bool: ...
+
+    def require_fp8(self) -> float:
+        """Return its FLOP/s in fp8. Raises ConfigError if it has none."""
+
+
+class Cluster(Protocol):
+    """The facts that a dry run's summary asks of a cluster, which need not be here."""
+
+    @property
+    def device(self) -> _ClusterDevice: ...
+
+    @property
+    def world(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class PredictedStep:
-    """The planner's prediction of a step, which the summary of a dry run prints for machines that need not be here.
+    """The rows of a dry run's summary on a step of a cluster, which need not be here.
 
     Attributes:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
@@ -264,7 +292,7 @@ class _Summary:
         if counts is not None:
             shown_parameters = f"{units.count(counts.parameters)} ({counts.parameters:,}), built without data"
         if parameters is not None:
-            most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
+            most = units.count(max(count or 0 for _, count in partition_by_rank(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
             shown_parameters = f"{_parameters_text(config.model)}, {most} {share}"
         # stop_after ends one run of a training that several jobs share.
@@ -310,7 +338,7 @@ class _Summary:
             return []
         shares = compute_shares(self.config, self.layout)
         rows = [("pipeline", self._schedule())]
-        by_rank = zip(memory, stages_of_ranks(self.config, self.layout), strict=True)
+        by_rank = zip(memory, partition_by_rank(self.config, self.layout), strict=True)
         for rank, (needed, (stages, count)) in enumerate(by_rank):
             text = (
                 f"{self.layout.ranks_of(rank)}, {_named(stages)}: {units.count(count or 0)} parameters, "

@@ -19,7 +19,7 @@ from shardwise.train.model_checks import check_replicas
 from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_meters import DATA, OPTIMIZER, StepMeters
-from shardwise.train.step_record import StepRecord, last_step_of_run
+from shardwise.train.step_record import StepRecord
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Trainer(Training):
         self.passes = Passes(self, self.meters)
         self.log_every = None if self.reporter is None else self.config.log.every or 1
         self._last_step = self.config.last_step
-        self._last = min(self._last_step, last_step_of_run(self.config.train, 0))
+        self._last = min(self._last_step, self.config.train.last_step(0))
         self._stage_starts = {stage.at for stage in self.config.data.stages}
 
     @cached_property
@@ -72,7 +72,7 @@ class Trainer(Training):
             who asked the run to stop before its last step; None if nobody did.
         """
         first = self.progress.step + 1
-        last = self._last = min(self._last_step, last_step_of_run(self.config.train, self.progress.step))
+        last = self._last = min(self._last_step, self.config.train.last_step(self.progress.step))
         with closing(self.feed), self.passes.gathers_behind_forward():
             # Whatever made the weights: ranks that begin with others would train another model.
             self.compare_replicas()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.config import Config, Layout
+from shardwise.config import CheckpointConfig, Config, Layout
 from shardwise.distributed.mesh import Mesh
+from shardwise.launch.environment import NODE
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.feed import Feed
 from shardwise.train.step_record import Progress
@@ -29,3 +31,10 @@ class Training:
     feed: Feed
     progress: Progress
     pipeline: Pipeline | None = None
+
+
+def memory_copy_interval(settings: CheckpointConfig) -> int:
+    """Steps between copies of a training's state in memory; 0: none. By default those of a job's checkpoints."""
+    if settings.memory_every is None and NODE in os.environ:
+        return settings.every
+    return settings.memory_every or 0

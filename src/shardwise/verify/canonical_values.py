@@ -26,7 +26,7 @@ def canonical_weights(
 
 
 def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:
-    """Return all canonical gradients of the present step on every rank: sums over data parallelism, not averages."""
+    """Return all canonical gradients of the present step to compare layouts, on every rank: sums, not averages."""
     optimizer.reduce_gradients()
     for bucket in optimizer.buckets:
         # A rank has the sums of its own part alone; the other parts hold gradients of this rank's samples.

@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
 from shardwise.base.mesh_axes import layout_text
+from shardwise.base.parsing import parse_value
 from shardwise.config import Config, Recompute, Schedule
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
-from shardwise.config.recipe_files import parse_value
 
 ALL = "all"
 AXES: Mapping[str, tuple[Any, ...]] = {
@@ -90,7 +90,7 @@ class Cell:
 
 
 def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
-    """The values of each key that `--layouts` names, None for `all`; ConfigError with every problem."""
+    """The layouts to verify by `--layouts`: the values of each key, None for `all`; ConfigError with every problem."""
     chosen: dict[str, list[Any] | None] = {}
     problems = []
     for text in given:
@@ -128,8 +128,8 @@ def _value_problems(key: str, value: Any) -> list[str]:
     return []
 
 
-def layout_candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
-    """Return the chosen layouts of exactly `ranks` ranks, each once: a key without effect has its default.
+def layouts_to_verify(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
+    """Return the layouts of exactly `ranks` ranks to verify, each once: a key without effect has its default.
 
     Schedule, recompute and context parallelism are the recipe's unless they are chosen, and stages of ZeRO are 0, 1 and
     the recipe's. Experts, if there are some, are divided over any number of ranks.

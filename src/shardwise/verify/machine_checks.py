@@ -26,7 +26,7 @@ from shardwise.launch.environment import joined, unjoined
 from shardwise.launch.external_launchers import task_of
 
 if TYPE_CHECKING:
-    from shardwise.runs.local_devices import LocalDevice
+    from shardwise.base.local_devices import LocalDevice
 
 _LITTLE_DISK = 2 * 2**30
 _LITTLE_MEMORY = 2**30
@@ -81,7 +81,7 @@ def check_machine(run_path: Path) -> Iterator[Check]:
 
 def _check_devices(dev: Path = Path("/dev")) -> Iterator[Check]:
     """Check the accelerators that a run would use, and those that it could not."""
-    from shardwise.runs.local_devices import devices_of_machine as list_devices
+    from shardwise.base.local_devices import devices_of_machine as list_devices
 
     listed = list_devices({})
     for problem in listed.problems:
@@ -258,7 +258,7 @@ _TORCH = "install a torch for this machine's devices: https://pytorch.org/get-st
 def check_software(
     requires: Callable[[str], list[str] | None] = metadata.requires, version: Callable[[str], str] = metadata.version
 ) -> Iterator[Check]:
-    """Check Python and packages.
+    """Check Python and packages on this machine.
 
     Args:
         requires: returns the requirements of a distribution, as `importlib.metadata.requires` does.

@@ -15,15 +15,16 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import read_plain
+from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import CheckpointConfig, Config, dump_yaml
+from shardwise.config import CheckpointConfig, Config
 from shardwise.config.load import apply_overrides, config_from_sections
 from shardwise.config.resume_rules import fixed_changes
 from shardwise.launch.environment import REPLAY
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.folder import read_config as read_stored_config
-from shardwise.runs.state_records import StateRecords, hash_difference
+from shardwise.runs.state_records import RecordedHash, StateRecords, differing_tensors
 
 
 @dataclass(frozen=True)
@@ -188,3 +189,13 @@ def _differences(recorded: StateRecords, replayed: StateRecords, step: int) -> l
         if difference is not None:
             texts.append(f"state after it: {difference}")
     return texts
+
+
+def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
+    """Name the part of the state in which a replay differs from its run; None where the recorded hashes are equal."""
+    if a.text == b.text:
+        return None
+    tensors = differing_tensors(a, b)
+    if not tensors:
+        return "the place in the data or the seed"
+    return f"{len(tensors):,} of {len(a.tensors):,} tensors ({listing(tensors, most=5)})"

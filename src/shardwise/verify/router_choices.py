@@ -20,7 +20,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.experts import Experts, choose
 from shardwise.models.attention import Block
-from shardwise.models.blocks import Context
+from shardwise.models.blocks import BlockContext
 from shardwise.verify.tolerance import ChoiceDifferences
 
 _R = TypeVar("_R")
@@ -94,7 +94,7 @@ class RouterChoices:
                 if layers:
                     block.register_forward_pre_hook(self._remember)
 
-    def _remember(self, block: nn.Module, arguments: tuple[Tensor, Context]) -> None:
+    def _remember(self, block: nn.Module, arguments: tuple[Tensor, BlockContext]) -> None:
         """Keep the key that says which tokens a block computes; recompute calls the block with the same one."""
         key = arguments[1].dropout
         assert key is None or isinstance(key, DropoutKey), "compiled blocks are not followed"

@@ -26,13 +26,12 @@ from shardwise.base.errors import ConfigError, Problems, RunError, listing
 from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.help import add_json
-from shardwise.cli.recipe_argument import run_folder
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
-from shardwise.config.recipe_files import is_model
+from shardwise.config.recipe_files import is_model_recipe
 from shardwise.estimates.memory import checkpoint_bytes
-from shardwise.runs.events import last_step, newest_checkpoint
-from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
+from shardwise.runs.events import last_recorded_step, newest_checkpoint
+from shardwise.runs.folder import RUNS, RunDirectory, new_run_path, run_folder
 from shardwise_jobs import slurm_commands, submission
 from shardwise_jobs.cli.jobs import follow
 from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
@@ -124,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
-    if is_model(arguments.recipe):
+    if is_model_recipe(arguments.recipe):
         # The files of a model, such as the hub's cache, need not be on the machines of the job.
         raise ConfigError(
             f"RECIPE ({arguments.recipe}) must be a recipe, and it is a model: `shardwise recipes {arguments.recipe} "
@@ -222,7 +221,7 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
         asked = "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
         asked = f"{gres} on each node, by --device; --gres names other ones" if gres else asked
         unasked = [f"no sinfo answers here, which lists the accelerators of the partition: the job asks for {asked}"]
-    layout, notes = submission.check_counts(
+    layout, notes = submission.check_node_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
     )
     if arguments.precompile:
@@ -406,7 +405,7 @@ def rehearse(job: str, run_path: Path, say: Callable[[str], None] = output.line)
     Raises:
         RunError: the job did not train, was not queued again, or did not resume.
     """
-    _await(lambda: last_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
+    _await(lambda: last_recorded_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
     say(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
     slurm_commands.warn(job)
     _await(lambda: slurm_commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")

@@ -16,7 +16,7 @@ from shardwise_plan.proposals import objective_value, recommended_plan
 
 
 def parse_devices(text: str) -> list[str]:
-    """The devices that `--device` names, separated by commas; ConfigError: it names none, or one twice."""
+    """The devices that `plan --device` names, separated by commas; ConfigError: it names none, or one twice."""
     devices = [device for part in text.split(",") if (device := part.strip())]
     if not devices or len(set(devices)) < len(devices):
         raise ConfigError(f"--device ({text}) must name a device, such as h100:8, or several, each device once")
@@ -24,7 +24,7 @@ def parse_devices(text: str) -> list[str]:
 
 
 def parse_prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
-    """The price for an hour of each device that `--price` gives, by the device; None where its file says it.
+    """Parse `shardwise plan --price`: the price for an hour of each device, by the device; None where its file says it.
 
     Raises:
         ConfigError: these are other numbers than one, or one for each device, or have no currency.

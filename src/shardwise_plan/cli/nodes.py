@@ -96,7 +96,7 @@ class SearchedNodes:
 
 
 def parse_time_budget(text: str) -> float | None:
-    """Return the seconds of a budget of time such as `30 days`; None for anything else, and for no time at all."""
+    """Return the seconds of a plan's budget of time such as `30 days`; None for anything else, and for no time."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(minute|hour|day|week)s?\s*", text)
     return float(match[1]) * _SECONDS_OF[match[2]] or None if match is not None else None
 

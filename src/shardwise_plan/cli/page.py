@@ -17,6 +17,7 @@ from shardwise_plan.cli import wording
 from shardwise_plan.cli.layout_list import assumption_sentences, drop_reasons, training_text
 from shardwise_plan.cli.nodes import SearchedNodes
 from shardwise_plan.plan import TIGHT, Plan
+from shardwise_plan.prediction_text import step_duration
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
 from shardwise_watch.report import chart
 from shardwise_watch.report.page import page_environment
@@ -94,7 +95,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
         ("devices", f"{cluster.world:,}", f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"),
         ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
         ("free memory", units.size(plan.headroom), free),
-        ("step", units.step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
+        ("step", step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
     ]
     return [tile for tile in tiles if tile[1]]
 
@@ -217,9 +218,9 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
         "drawing": Markup(_timeline_svg(steps, shown)),
-        "seconds": units.step_duration(total),
+        "seconds": step_duration(total),
         "total": total,
-        "parts": _parts(dict(plan.time.rows()), total, units.step_duration),
+        "parts": _parts(dict(plan.time.rows()), total, step_duration),
     }
 
 
@@ -244,7 +245,7 @@ def _timeline_svg(steps: Timeline, shown: int) -> str:
     drawn = "".join(f'<path class="f{_COLOURS[kind]}" d="{"".join(parts)}"/>' for kind, parts in paths.items())
     times = (
         f'<text x="{_LEFT}" y="{height + 14}">0</text>'
-        f'<text x="{_WIDTH}" y="{height + 14}" text-anchor="end">{units.step_duration(end)}</text>'
+        f'<text x="{_WIDTH}" y="{height + 14}" text-anchor="end">{step_duration(end)}</text>'
     )
     return (
         f'<svg class="timeline" viewBox="0 0 {_WIDTH} {height + 20}" role="img" aria-label="timeline of a step">'

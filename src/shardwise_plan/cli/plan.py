@@ -19,14 +19,15 @@ from pathlib import Path
 
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import dump_yaml
 from shardwise.base.prices import Price
-from shardwise.base.units import parse_tokens
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.recipe_argument import load_recipe
-from shardwise.config import dump_yaml, largest_size_stage, recipe_name
-from shardwise.config.recipe_files import carried_comments, is_model, own_data
+from shardwise.config import largest_size_stage, recipe_name
+from shardwise.config.recipe_files import carried_comments, is_model_recipe, own_data
 from shardwise.config.stand_in import config_as_given
+from shardwise.config.token_counts import parse_tokens
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, parse_devices, parse_prices
 from shardwise_plan.cli.layout_list import answer_facts, print_layouts
@@ -121,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate or --show-device given")
     elif arguments.device is None:
         raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
-    elif Path(arguments.recipe).is_dir() and not is_model(arguments.recipe):
+    elif Path(arguments.recipe).is_dir() and not is_model_recipe(arguments.recipe):
         _require_alone(
             arguments, "RUN (whose keys are as they were)", "recipe", "device", "nodes", "all", "json", "write"
         )

@@ -12,6 +12,7 @@ from shardwise.cli import output
 from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.goodput import best_checkpoint_interval
 from shardwise_plan.plan import Plan
+from shardwise_plan.prediction_text import step_duration
 
 _COLUMNS = 80
 """Columns that a plan is printed in, also into a file."""
@@ -83,7 +84,7 @@ def cost_text(plan: Plan) -> str:
 def plan_cells(plan: Plan) -> tuple[str, ...]:
     """The cells of a plan, under the head of `plan_columns`."""
     cells = (
-        units.step_duration(plan.time.total),
+        step_duration(plan.time.total),
         "" if plan.mfu is None else f"{plan.mfu:.1%}",
         f"{'!' if plan.is_tight else ''}{units.size(plan.headroom)}",
         duration(plan.calendar.seconds),
@@ -104,7 +105,7 @@ def hours_text(plan: Plan) -> str:
 
 
 def price_text(plan: Plan) -> str:
-    """Return what the price of a plan is for; empty if it is unknown."""
+    """Return what the price of a plan is for, in words; empty if it is unknown."""
     machines = plan.cluster
     price = machines.device.price
     if price is None:

@@ -29,8 +29,8 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import output
-from shardwise.cli.model_argument import HELP
 from shardwise.launch.environment import joined
+from shardwise_use.cli.model_argument import HELP
 from shardwise_use.cli.sampling import add_sampling_options, require_valid_sampling
 
 _POLL_SECONDS = 0.2

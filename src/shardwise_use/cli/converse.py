@@ -7,10 +7,11 @@ from contextlib import nullcontext
 from multiprocessing.connection import Client
 
 from shardwise.base.errors import ConfigError, keys_renamed
-from shardwise.cli.model_argument import ARGUMENTS, launch_command, open_model_folder, parse_overrides
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 from shardwise.launch.environment import is_launched
 from shardwise.launch.rank_process import as_rank, enter_job
 from shardwise_use.cli.generate import KEYS, prepare_generation
+from shardwise_use.cli.model_argument import ARGUMENTS, launch_command, open_model_folder, parse_overrides
 
 _LONGEST_WINDOW = 4096
 """Tokens for which the cache of keys and values has room, where the model reads more."""
@@ -34,14 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
         if place is None and config.parallel.model_ranks > 1:
             return launch_command("converse", arguments, folder, config.parallel.model_ranks)
         with as_rank(place) as ending:
-            from shardwise.base import hub
             from shardwise.data.tokens.chat_template import ChatTemplate
             from shardwise_use.chat_session import ChatTranscript, run_chat_session
 
             template = None
             assert config.data.tokenizer is not None
             if not arguments.completes:
-                template = ChatTemplate.of(hub.resolve_tokenizer(config.data.tokenizer, cached=True))
+                template = ChatTemplate.of(resolve_tokenizer(config.data.tokenizer, cached=True))
             if arguments.system is not None and template is None:
                 raise ConfigError(f"--system must be left out: the tokenizer of {folder.name} has no chat template")
             limit = folder.longest(config.model)

@@ -24,15 +24,16 @@ from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
 from shardwise.base.mesh_axes import layout_text
 from shardwise.base.units import count
-from shardwise.cli import model_argument, output
-from shardwise.cli.model_argument import LAYOUT_KEYS, ModelFolder
+from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
+from shardwise_use.cli import model_argument
+from shardwise_use.cli.model_argument import LAYOUT_KEYS, ModelFolder
 
 if TYPE_CHECKING:
     from shardwise.data.rows import Part
-    from shardwise.train.evaluation_losses import Evaluation
+    from shardwise.train.evaluation_losses import EvaluationLosses
 
 KEYS = (
     "data.", *LAYOUT_KEYS, "parallel.sequence", "parallel.context", "parallel.schedule", "parallel.virtual_stages",
@@ -197,7 +198,9 @@ def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> P
     return chosen or ("eval" if held_out else "all")
 
 
-def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evaluation: Evaluation) -> dict[str, Any]:
+def _facts(
+    folder: ModelFolder, config: Config, layout: Layout, part: str, evaluation: EvaluationLosses
+) -> dict[str, Any]:
     return {
         "model": folder.name,
         "family": config.model.family,

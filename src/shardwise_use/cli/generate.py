@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base import files, hardware, units
 from shardwise.base.errors import ConfigError, keys_renamed
-from shardwise.cli import model_argument, output
+from shardwise.cli import output
 from shardwise.config import Config, ModelConfig, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch import environment, rank_process
-from shardwise_use.cli import chat, sampling
+from shardwise_use.cli import chat, model_argument, sampling
 
 if TYPE_CHECKING:
     from shardwise_use.generation import Continuation

@@ -24,21 +24,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.base import hub, units
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path, write_atomic
-from shardwise.base.hub import is_url
+from shardwise.base.parsing import dump_yaml, parse_value
 from shardwise.base.units import counted, size
-from shardwise.checkpoint.storage.root import answering_root
+from shardwise.checkpoint.format.weight_files import resolve_weights
+from shardwise.checkpoint.storage.root import answering_root, is_url
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.cli.help import add_json, count
-from shardwise.config.recipe_files import dump_yaml, parse_value
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.storage.root import Root
-    from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+    from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
 
 _HUB = "hugging-face"
 _MEGATRON = "megatron"
@@ -179,7 +180,7 @@ def _place(dest: str, *, is_run: bool) -> tuple[Root, Path | None]:
     return answering_root(str(folder)), folder.parent if is_run else None
 
 
-def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) -> ForeignProgress | None:
+def _completed(progress: ImportedProgress | None, arguments: argparse.Namespace) -> ImportedProgress | None:
     """The progress with what the user tells of it; ConfigError: nobody says where the data go on."""
     samples, tokens = arguments.samples, arguments.tokens
     if progress is None or arguments.weights_only:
@@ -196,7 +197,7 @@ def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) 
 
 
 def _told_progress(
-    opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None, lines: list[str]
+    opened: ImportedModel, progress: ImportedProgress, folder: Root, run_folder: Path | None, lines: list[str]
 ) -> dict[str, Any]:
     """Return how far the training came and the command that goes on, whose keys are written into the run's folder."""
     tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
@@ -237,7 +238,7 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _open(arguments: argparse.Namespace) -> ForeignModel:
+def _open(arguments: argparse.Namespace) -> ImportedModel:
     from shardwise.checkpoint.storage.root import Root
     from shardwise_use.importing.hugging_face import open_hugging_face
     from shardwise_use.importing.hugging_face_trainer import with_trainer_progress
@@ -252,7 +253,7 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
         with keys_renamed(_KEYS):
             if is_url(arguments.source):
                 return open_hugging_face(answering_root(arguments.source), ignore)
-            folder = hub.resolve_weights(arguments.source, arguments.revision, announce=output.progress)
+            folder = resolve_weights(arguments.source, arguments.revision, announce=output.progress)
             model = open_hugging_face(Root.of(folder), ignore)
             return model if arguments.weights_only else with_trainer_progress(model, folder)
     source = user_path(arguments.source)
@@ -294,7 +295,7 @@ def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str
     from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, special_token_ids
 
     with keys_renamed({"data.tokenizer": "--tokenizer"}), tempfile.TemporaryDirectory() as folder:
-        tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, announce=output.progress))
+        tokenizer = Tokenizer.load(resolve_tokenizer(path, announce=output.progress))
         export_user_tokenizer(path, tokenizer, Path(folder))
         files = {name: Path(folder, name).read_bytes() for name in Root.of(folder).files()}
         return tokenizer.vocab_size, files, special_token_ids(Path(folder))

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import has_weights
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.stored_tensors import lines_of_layers, tensor_mismatches
+from shardwise.checkpoint.format.weight_files import has_weights
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import FamilyConfig
-from shardwise_use.importing.hugging_face import ForeignProgress
+from shardwise_use.importing.hugging_face import ImportedProgress
 from shardwise_use.importing.torch_dcp import METADATA, DcpFolder, LazyTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -107,13 +107,13 @@ def drop_tied_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: s
 
 
 def pairs_to_halves(head: Tensor) -> Tensor:
-    """The rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
+    """Import rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
     return head.view(-1, 2, *head.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
 def adamw_progress(
     folder: DcpFolder, prefix: str, step: int, config: FamilyConfig, find: Callable[[Mapping[str, LazyTensor]], Found]
-) -> ForeignProgress | None:
+) -> ImportedProgress | None:
     """The progress of a model after `step` updates by AdamW; None where the folder has no such state.
 
     Args:
@@ -147,7 +147,7 @@ def adamw_progress(
     vectors = {name for name, shape in canonical_shapes(config).items() if len(shape) == 1}
     if keys["optimizer.no_decay"] == _patterns(vectors, there):
         del keys["optimizer.no_decay"]
-    return ForeignProgress(step, streamed, updates=updates, keys=keys)
+    return ImportedProgress(step, streamed, updates=updates, keys=keys)
 
 
 def _optimizer_keys(where: str, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

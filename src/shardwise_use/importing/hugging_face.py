@@ -22,7 +22,7 @@ from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, Tens
 from shardwise.checkpoint.format.model_files import (
     config_token_ids,
     files_beside_weights,
-    read_model,
+    model_beside_weights,
     with_readable_tokenizer,
 )
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
@@ -42,11 +42,11 @@ from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 
 def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
-    """The config.json that `checkpoint import --config` names, and the model in it; `ignore` as of `read_model`."""
+    """The config.json that `checkpoint import --config` names, and the model in it; `ignore`: as there."""
     path = config_file / writing.CONFIG if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
-    return path, read_model(Root.of(path), ignore)
+    return path, model_beside_weights(Root.of(path), ignore)
 
 
 def schedule_keys(
@@ -62,10 +62,10 @@ def schedule_keys(
     ]
 
 
-def schedule_points(
+def imported_points(
     first: float, warmup: int, stop: int, end: int, least: float, shape: str, *, lag: int = 1
 ) -> list[dict[str, Any]]:
-    """Points of `optimizer.points`, factors of the peak: `first`, 1 from `warmup` to `stop` updates, `least` at `end`.
+    """Points of `optimizer.points` that go on with an imported model's learning rates, as factors of the peak.
 
     `shape`: of the way down; `lag`: update s has the rate of s - lag updates.
     """
@@ -75,8 +75,8 @@ def schedule_points(
 
 
 @dataclass(frozen=True)
-class ForeignProgress:
-    """The progress of a model's training by another program, and the state of its AdamW, not read yet.
+class ImportedProgress:
+    """The progress of an imported model's training by another program, and its AdamW's state, not read yet.
 
     Attributes:
         step: updates done.
@@ -109,8 +109,8 @@ class ForeignProgress:
 
 
 @dataclass(frozen=True)
-class ForeignModel:
-    """A model of another program, whose weights have not been read yet.
+class ImportedModel:
+    """A model to import from another program, whose weights have not been read yet.
 
     Attributes:
         weights: all canonical weights, in the model's order.
@@ -127,7 +127,7 @@ class ForeignModel:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    progress: ForeignProgress | None = None
+    progress: ImportedProgress | None = None
 
     @property
     def tensors(self) -> list[writing.StreamedWeight]:
@@ -148,9 +148,9 @@ class ForeignModel:
 
 
 def write_imported_checkpoint(
-    opened: ForeignModel, root: Root, max_shard_bytes: int = writing.MAX_SHARD_BYTES
+    opened: ImportedModel, root: Root, max_shard_bytes: int = writing.MAX_SHARD_BYTES
 ) -> writing.WrittenFolder:
-    """Write an imported model as a checkpoint into a folder of checkpoints, complete or not at all.
+    """Write an imported model as a checkpoint into a folder, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
 
@@ -158,7 +158,7 @@ def write_imported_checkpoint(
         ConfigError: there is one, a tensor has values that are not finite, or the optimizer's state is not that of the
         model. StoreError: a file cannot be read or written.
     """
-    done = opened.progress or ForeignProgress(0, ())
+    done = opened.progress or ImportedProgress(0, ())
     _require_fitting_states(opened)
     # Values are checked as they are written: to read the weights twice would take twice the time.
     not_finite: Counter[str] = Counter()
@@ -192,7 +192,7 @@ def write_imported_checkpoint(
     )
 
 
-def _require_fitting_states(opened: ForeignModel) -> None:
+def _require_fitting_states(opened: ImportedModel) -> None:
     shapes = {weight.name: weight.shape for weight in opened.weights if math.prod(weight.shape)}
     states: dict[str, dict[str, TensorEntry]] = {}
     for tensor in opened.tensors[len(opened.weights) :]:
@@ -214,15 +214,15 @@ def _read_counting(weight: writing.StreamedWeight, not_finite: Counter[str]) -> 
         yield data
 
 
-def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
-    """The model of a folder with config.json and safetensors weights, without the fields to `ignore`.
+def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ImportedModel:
+    """Open a Hugging Face folder to import, with config.json and safetensors weights, without fields to `ignore`.
 
     ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file cannot
     be read.
     """
     if not (folder / writing.CONFIG).exists():
         raise ConfigError(f"{folder} must hold a {writing.CONFIG} that describes the model: it has none")
-    config = read_model(folder / writing.CONFIG, ignore)
+    config = model_beside_weights(folder / writing.CONFIG, ignore)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
@@ -241,7 +241,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
             read = partial(_read, tensors, stored_name)
             weights.append(writing.StreamedWeight(name, stored[stored_name].dtype, shape, read))
     small_files = with_readable_tokenizer(files_beside_weights(folder), pairs=not config.causal)
-    return ForeignModel(config, weights, small_files=small_files, tokens=config_token_ids(folder / writing.CONFIG))
+    return ImportedModel(config, weights, small_files=small_files, tokens=config_token_ids(folder / writing.CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:

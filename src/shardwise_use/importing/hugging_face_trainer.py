@@ -20,14 +20,15 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from shardwise.base import files, parsing
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
+from shardwise.runs.json_records import read_record
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import place_in_fused_experts
+from shardwise_use.sparse_models import without_expert_number
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -43,7 +44,7 @@ States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """The state of a parameter, by the number that the groups give it."""
 
 
-def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
+def with_trainer_progress(opened: ImportedModel, folder: Path) -> ImportedModel:
     """A model with the progress that a Hugging Face Trainer saved, if any; ConfigError: its files do not fit."""
     if not (folder / OPTIMIZER).exists():
         if not (folder / _STATE).exists():
@@ -51,7 +52,7 @@ def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         note = f"{folder} has no {OPTIMIZER}, so the weights alone are imported, without step and optimizer"
         return replace(opened, notes=(*opened.notes, note))
     try:
-        saved = parsing.read_record(folder / _STATE)
+        saved = read_record(folder / _STATE)
     except (OSError, ValueError) as error:
         reason = files.reason_of(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
@@ -66,13 +67,13 @@ def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
 
 
 def _progress(
-    opened: ForeignModel,
+    opened: ImportedModel,
     saved: Mapping[str, Any],
     groups: Groups,
     states: States,
     arguments: Mapping[str, Any],
     folder: Path,
-) -> tuple[ForeignProgress, list[str]]:
+) -> tuple[ImportedProgress, list[str]]:
     step, steps = (saved.get(key) for key in ("global_step", "max_steps"))
     if type(step) is not int or type(steps) is not int or not 0 < step <= steps:
         raise ConfigError(f"{folder / _STATE} must have a global_step ({step}) from 1 to its max_steps ({steps})")
@@ -84,7 +85,7 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
-    model = parsing.read_record(folder / CONFIG)
+    model = read_record(folder / CONFIG)
     if model.get("output_router_logits"):
         keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
         notes.append(
@@ -106,7 +107,7 @@ def _progress(
         )
     tokens = saved.get("num_input_tokens_seen") or None
     losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
-    progress = ForeignProgress(
+    progress = ImportedProgress(
         step,
         streamed,
         samples=samples,
@@ -154,7 +155,7 @@ class _Parameter:
 
 
 def _by_name(
-    opened: ForeignModel, groups: Groups, states: States, path: Path
+    opened: ImportedModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
@@ -202,7 +203,7 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_fi
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        key, shape, place = place_in_fused_experts(name, shapes[name])
+        key, shape, place = _place_in_fused_experts(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
         parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())
@@ -311,4 +312,18 @@ def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list
     elif schedule != "linear":
         return None
     first = least if schedule == "warmup_stable_decay" else 0.0
-    return schedule_points(first, warmup, stop, end, least, shape)
+    return imported_points(first, warmup, stop, end, least, shape)
+
+
+def _place_in_fused_experts(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
+    """The fused parameter of transformers 5 that has an expert's weight: a name, its shape so far, the weight's place.
+
+    The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
+    """
+    plain, number = without_expert_number(name)
+    if number is None:
+        return name, shape, ()
+    layer_experts, leaf, _ = plain.rsplit(".", 2)
+    is_down = leaf in ("down_proj", "w2")
+    rows = slice(None) if is_down else slice(shape[0], None) if leaf in ("up_proj", "w3") else slice(shape[0])
+    return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)

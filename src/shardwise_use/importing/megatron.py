@@ -29,10 +29,10 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.foreign_folders import conversion_hint
 from shardwise.base.parsing import whole_number
+from shardwise.checkpoint.format.foreign_folders import conversion_hint
 from shardwise_use.importing import megatron_dist, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.importing.hugging_face import ImportedModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count
 from shardwise_use.importing.tensor_parallel_shards import (
     TensorParallelShards,
@@ -54,7 +54,7 @@ _MOST_RANKS = 2**20
 _SHOWN = 8
 
 
-def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
+def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ImportedModel:
     """The model in a Megatron-LM checkpoint.
 
     Args:
@@ -70,7 +70,7 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
 
 def combine_megatron_ranks(
     states: _RankStates, folder: Path | str, vocab_size: int | None, rank_names: tuple[str, str], *, allow_drift: bool
-) -> ForeignModel:
+) -> ImportedModel:
     """The model of which each rank holds a part, as Megatron-LM's files have it.
 
     Args:
@@ -86,7 +86,7 @@ def combine_megatron_ranks(
     config, notes = megatron_model.megatron_config(shards, args, vocab_size, legacy=is_legacy)
     weights = megatron_model.megatron_weights(shards, config, version)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens=megatron_model.NO_TOKENS, notes=[*notes, *shards.notes])
+    return ImportedModel(config, weights, layout, tokens=megatron_model.NO_TOKENS, notes=[*notes, *shards.notes])
 
 
 # ---- files

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.model_files import validated_model
-from shardwise.config import GPTConfig, LlamaConfig
+from shardwise.config import GPTConfig, LlamaConfig, checked_model_section
 from shardwise.config.decoders import Qwen2Config, Qwen3Config
 from shardwise.config.sparse import MixtralConfig, Qwen3MoeConfig
 from shardwise_use import sparse_models
@@ -60,7 +59,7 @@ def read_megatron_arguments(
     """
     require_known_arguments(args, where)
     section, notes = _section(args, vocab_size, where, legacy)
-    config = validated_model(section, where)
+    config = checked_model_section(section, where)
     assert isinstance(config, MegatronConfig)
     return config, notes
 

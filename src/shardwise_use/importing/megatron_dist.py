@@ -36,7 +36,7 @@ from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise_use import sparse_models
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.tensor_parallel_shards import TensorParallelShards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
@@ -60,7 +60,7 @@ _ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2", "router")
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
-def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignModel:
+def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ImportedModel:
     """The model in a `torch_dist` checkpoint of Megatron-LM, with its progress; `vocab_size`: without padding."""
     common = _common(folder)
     args = vars(common["args"])
@@ -71,7 +71,7 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
     config, notes = megatron_model.megatron_config(shards, args, vocab_size, legacy=False)
     model = megatron_model.megatron_weights(shards, config)
     layout = {name: args.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline")}
-    opened = ForeignModel(config, model, layout, tokens=megatron_model.NO_TOKENS, notes=notes)
+    opened = ImportedModel(config, model, layout, tokens=megatron_model.NO_TOKENS, notes=notes)
     states, reason = _states(stored, opened, shards, args)
     if not states:
         note = f"the weights alone are imported, without step and optimizer: {reason}"
@@ -147,7 +147,7 @@ def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]
 
 
 def _states(
-    stored: DcpFolder, opened: ForeignModel, weights: TensorParallelShards, args: Mapping[str, Any]
+    stored: DcpFolder, opened: ImportedModel, weights: TensorParallelShards, args: Mapping[str, Any]
 ) -> tuple[list[StreamedWeight], str]:
     """The optimizer's state of all weights; where there is none that can be read, the reason."""
     kinds: dict[str, dict[str, LazyTensor]] = {}
@@ -278,7 +278,7 @@ def _are_masters(masters: _Tensors, weights: _Tensors) -> bool:
 
 def _progress(
     common: Mapping[str, Any], states: Sequence[StreamedWeight], stored: DcpFolder
-) -> tuple[ForeignProgress, list[str]]:
+) -> tuple[ImportedProgress, list[str]]:
     args = vars(common["args"])
     records = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
     groups: list[dict[str, Any]] = next(_found([common.get("optimizer"), *records[:1]], "param_groups"), [])
@@ -313,7 +313,7 @@ def _progress(
     elif args.get("bf16"):
         keys["precision.mode"] = "mixed"
     done = [int(count) for count in updates if count is not None]
-    progress = ForeignProgress(
+    progress = ImportedProgress(
         step, states, samples=samples, tokens=samples * length, updates=max(done, default=step), keys=keys
     )
     return progress, notes
@@ -346,4 +346,4 @@ def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -
         shape = None if annealed % 1 or not annealed else _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
         stop = max(warmup, decay - int(annealed))
     end = warmup if style == "constant" else decay
-    return [] if shape is None else schedule_points(first, warmup, stop, end, least, shape)
+    return [] if shape is None else imported_points(first, warmup, stop, end, least, shape)

@@ -25,7 +25,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise_use.importing import megatron_arguments, pickled
-from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.importing.hugging_face import ImportedModel
 from shardwise_use.importing.megatron import combine_megatron_ranks
 from shardwise_use.importing.megatron_model import NO_WEIGHTS
 from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combine_with_optimizer
@@ -62,7 +62,7 @@ _ALLOWED_VALUES = {
 
 def open_nemo(
     source: Path, vocab_size: int | None = None, *, allow_drift: bool = False, weights_only: bool = False
-) -> ForeignModel:
+) -> ImportedModel:
     """The model in a checkpoint of neuronx-nemo-megatron, with its progress where the state of AdamW is there.
 
     Args:
@@ -72,7 +72,7 @@ def open_nemo(
     folder, files = _files(source)
     saved = {rank: _opened(file) for rank, file in files.items()}
 
-    def combine(where: str, tensors: ByName) -> ForeignModel:
+    def combine(where: str, tensors: ByName) -> ImportedModel:
         states = {rank: _as_megatron(str(files[rank]), saved[rank], found) for rank, found in tensors.items()}
         return combine_megatron_ranks(states, where, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 

@@ -39,7 +39,7 @@ from shardwise.checkpoint.format.model_files import config_token_ids
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, model_of_config_file
+from shardwise_use.importing.hugging_face import ImportedModel, model_of_config_file
 from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combine_with_optimizer
 from shardwise_use.importing.tensor_parallel_shards import (
     TensorParallelShards,
@@ -68,7 +68,7 @@ def open_neuronx(
     allow_drift: bool = False,
     ignore: Collection[str] = (),
     weights_only: bool = False,
-) -> ForeignModel:
+) -> ImportedModel:
     """The model in a checkpoint of neuronx-distributed, and its progress; `config_file`: config.json, or its folder."""
     described, config = model_of_config_file(config_file, ignore)
     if config.family not in ("llama", "gpt_neox", "bert"):
@@ -84,7 +84,7 @@ def open_neuronx(
     shapes = canonical_shapes(config)
     tied = weight_names(config.family).tied if config.tie_word_embeddings else {}
 
-    def combine(where: str, states: ByName) -> ForeignModel:
+    def combine(where: str, states: ByName) -> ImportedModel:
         shards = TensorParallelShards(where, tensor, allow_drift)
         for stage in range(pipeline):
             place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
@@ -98,7 +98,7 @@ def open_neuronx(
                 tensors[name] = _tensor(shards, name, shape)
         weights = shards.weights(shapes, tensors)
         layout = {"tensor": tensor, "pipeline": pipeline}
-        return ForeignModel(config, weights, layout, tokens=config_token_ids(Root.of(described)), notes=shards.notes)
+        return ImportedModel(config, weights, layout, tokens=config_token_ids(Root.of(described)), notes=shards.notes)
 
     return combine_with_optimizer(
         str(source), values, tied, found, combine, lambda degree: _training(source, held[0, 0], degree)

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import read_record
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.model_files import validated_model
-from shardwise.config import FamilyConfig
+from shardwise.config import FamilyConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
+from shardwise.runs.json_records import read_record
 from shardwise_use.importing import dcp_models, pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_points
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _TENSORS = "model_and_optim"
@@ -65,7 +64,7 @@ _MODEL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
+def open_olmo_core(source: Path, *, weights_only: bool = False) -> ImportedModel:
     """The model of a checkpoint of OLMo-core, with its progress; `source`: a step's folder, or that of several."""
     step = source.parent if source.name == _TENSORS else dcp_models.newest_step_folder(source, _TENSORS)
     inner = step / _TENSORS
@@ -80,7 +79,7 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
     weights = dcp_models.named_weights(folder.where, config, _tensors(config, in_pairs, stored), stored)
     told = (None, []) if weights_only else _progress(folder, step, described["train_module"], config, in_pairs)
     progress, notes = told
-    return ForeignModel(config, weights, notes=notes, progress=progress)
+    return ImportedModel(config, weights, notes=notes, progress=progress)
 
 
 def _record(path: Path) -> Mapping[str, Any]:
@@ -160,7 +159,7 @@ def _model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, b
     if any(windows):
         types = ("full_attention", "sliding_attention")
         fields |= {"sliding_window": max(windows), "layer_types": [types[bool(window)] for window in windows]}
-    return validated_model(from_hugging_face(fields, where), where), heads["rope"]["name"] == "complex"
+    return checked_model_section(from_hugging_face(fields, where), where), heads["rope"]["name"] == "complex"
 
 
 def _block(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +214,7 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _progress(
     folder: DcpFolder, step_folder: Path, module: Mapping[str, Any], config: FamilyConfig, in_pairs: bool
-) -> tuple[ForeignProgress | None, list[str]]:
+) -> tuple[ImportedProgress | None, list[str]]:
     path = step_folder / "train" / "rank0.pt"
     if not path.is_file():
         raise ConfigError(f"{path}, which has the step, must be there: copy it, or give --weights-only")
@@ -265,5 +264,5 @@ def _schedule(scheduler: Mapping[str, Any] | None, lr: float, steps: Any) -> tup
         ends["WSD"] = (last - decay, last, scheduler.get("decay_min_lr", 0.0) / lr, "linear")
     if kind not in ends or warmup is None or scheduler.get("units", "steps") != "steps":
         return {}, [f"the scheduler {kind} by {scheduler.get('units')} is not carried over: give optimizer.schedule"]
-    points = schedule_points(scheduler.get("warmup_min_lr", 0.0) / lr, warmup, *ends[kind], lag=0)
+    points = imported_points(scheduler.get("warmup_min_lr", 0.0) / lr, warmup, *ends[kind], lag=0)
     return {"optimizer.schedule": "points", "optimizer.points": points}, []

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import MASTER
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.hugging_face_trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state
 from shardwise_use.importing.torch_dcp import LazyTensor
 
@@ -46,9 +46,9 @@ def combine_with_optimizer(
     values: Values,
     tied: Mapping[str, str],
     found: Found | None,
-    combine: Callable[[str, ByName], ForeignModel],
+    combine: Callable[[str, ByName], ImportedModel],
     told: Callable[[int], dict[str, Any]],
-) -> ForeignModel:
+) -> ImportedModel:
     """An imported model, and its progress where shards of an optimizer's state are found.
 
     Args:
@@ -85,7 +85,7 @@ def combine_with_optimizer(
         keys["optimizer.no_decay"] = ["*bias*"]
     if masters or opened.dtype != "float32":
         keys["precision.mode"] = "mixed"
-    progress = ForeignProgress(step, streamed, samples=samples, tokens=tokens, updates=updates, keys=keys)
+    progress = ImportedProgress(step, streamed, samples=samples, tokens=tokens, updates=updates, keys=keys)
     notes = [note for model in (opened, *moments.values()) for note in model.notes] + notes
     return replace(opened, progress=progress, notes=list(dict.fromkeys(notes)))
 
@@ -188,7 +188,7 @@ def _curves(told: Mapping[str, Any], rate: float, steps: int | None) -> list[lis
         return [[]]
     warmup = int(told["warmup_steps"])
     if "decay_steps" not in told:
-        return [schedule_points(0.0, warmup, warmup, steps, 0.0, "linear") if "lr_lambdas" in told else []]
+        return [imported_points(0.0, warmup, warmup, steps, 0.0, "linear") if "lr_lambdas" in told else []]
     end, least = steps - told["constant_steps"], float(told["min_lr"]) / rate
     # CosineAnnealing of NeMo begins at a part of the peak; neuronx-distributed's with constant_steps at 0.
-    return [schedule_points(first, warmup, warmup, end, least, "cosine") for first in (1 / (warmup + 1), 0.0)]
+    return [imported_points(first, warmup, warmup, end, least, "cosine") for first in (1 / (warmup + 1), 0.0)]

@@ -107,7 +107,7 @@ class _Part(io.RawIOBase):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of another program's checkpoint; `load` reads a box when it is asked for, in shape `box.size`."""
+    """A tensor to import from another program's checkpoint; `load` reads a box when asked, in shape `box.size`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -24,7 +24,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.config import FamilyConfig
 from shardwise_use.importing import dcp_models
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, model_of_config_file
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, model_of_config_file
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, without_expert_number
 
@@ -44,7 +44,7 @@ _FAMILIES = {"llama": True, "qwen3": False, "qwen3_moe": False}
 
 def open_torchtitan(
     source: Path, config_file: Path, ignore: Collection[str] = (), *, weights_only: bool = False
-) -> ForeignModel:
+) -> ImportedModel:
     """The model of a checkpoint of torchtitan, with its progress where the optimizer's state is there.
 
     Args:
@@ -64,7 +64,7 @@ def open_torchtitan(
             dcp_models.drop_tied_copy(folder.where, stored, "tok_embeddings.weight", copy)
     weights = dcp_models.named_weights(folder.where, config, _tensors(config, stored), stored)
     progress, notes = (None, []) if weights_only else _progress(folder, config)
-    return ForeignModel(config, weights, notes=notes, progress=progress)
+    return ImportedModel(config, weights, notes=notes, progress=progress)
 
 
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
@@ -95,7 +95,7 @@ def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTens
     return LazyTensor.cat([tensor.rows(head * rows + start, head * rows + stop) for head in range(kv_heads)])
 
 
-def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ForeignProgress | None, list[str]]:
+def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ImportedProgress | None, list[str]]:
     if not any(name.startswith("optimizer.") for name in folder.tensors):
         return None, [f"{folder.where} has weights alone: torchtitan writes no more at the end of a run by default"]
     step, tokens, ranks = (

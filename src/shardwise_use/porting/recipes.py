@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import NotReadError, json_value, yaml_value
+from shardwise.base.parsing import json_value, parse_yaml
 from shardwise.config import Config, apply_overrides, config_from_sections
-from shardwise.config.error_texts import known_paths
 from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
+from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.suggestions import is_key_or_option
 from shardwise.config.translation import Setting, is_integer_key, translate_settings
 from shardwise_use.porting.python_configs import UnknownPythonValue, python_settings
@@ -219,7 +219,7 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
         elif kind == ".toml":
             yield _completed(_flat(tomllib.loads(text)), place)
         elif kind in (".yaml", ".yml"):
-            yield _completed(_flat(yaml_value(text, str(place))), place)
+            yield _completed(_flat(parse_yaml(text, f"--from ({place})")), place)
         elif kind == ".py":
             yield _completed(python_settings(text, str(place), wanted), place)
         else:
@@ -235,7 +235,7 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
                 yield _completed(settings, place)
     except ConfigError:
         raise
-    except (ValueError, NotReadError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--from ({place}) cannot be read: {error}") from None
 
 

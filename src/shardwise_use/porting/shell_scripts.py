@@ -16,8 +16,8 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import read_plain
+from shardwise.base.parsing import parse_value
 from shardwise.config.other_names import VARIABLES
-from shardwise.config.recipe_files import parse_value
 from shardwise.config.translation import evaluate_expression
 
 _STATEMENT = re.compile(

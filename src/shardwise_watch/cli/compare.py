@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.terminal import printable
 from shardwise.cli import output
 from shardwise.runs.events import last_event
 from shardwise.runs.failure_record import failure_of
@@ -446,4 +447,4 @@ def _draw_in_terminal(
         for line in draw_curve_overlay(title, shown_curves, console.width, arguments.x, logarithmic):
             console.print(line, no_wrap=True, crop=True)
     for number, name in enumerate(names.values()):
-        console.print(f" {output.printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)
+        console.print(f" {printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)

@@ -17,15 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import units
+from shardwise.base import local_devices, units
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.registered import provided
+from shardwise.base.terminal import printable
 from shardwise.cli import output
-from shardwise.runs import local_devices
 from shardwise.runs.events import number
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise_watch import run_snapshot
-from shardwise_watch.run import RunView, UnreadableRun, ranks_by_process, runs_at
+from shardwise_watch.run import RunView, UnreadableRun, live_ranks_by_process, runs_at
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs_at(arguments.folder)
-    ranks = ranks_by_process(run for run in listed_runs if isinstance(run, RunView))
+    ranks = live_ranks_by_process(run for run in listed_runs if isinstance(run, RunView))
     machine_devices = local_devices.devices_of_machine(ranks)
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
@@ -136,7 +136,7 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Sequence[i
         output.table(rows, head, right=right)
         return
     kept = [i for i in range(len(head)) if any(line[i] for line in rows)]
-    lines = [[output.printable(line[i]) for i in kept] for line in (head, *rows)]
+    lines = [[printable(line[i]) for i in kept] for line in (head, *rows)]
     # A column without any text is left out, and then the first one gives way.
     at = kept.index(widest) if widest in kept else 0
     width = shutil.get_terminal_size().columns

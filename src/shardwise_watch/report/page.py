@@ -13,9 +13,10 @@ import jinja2
 from markupsafe import Markup
 
 from shardwise.base import units
-from shardwise.base.mesh_axes import has_degrees, layout_text
+from shardwise.base.mesh_axes import layout_text
 from shardwise.base.registered import optional_library
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
+from shardwise.runs.layout_spans import has_degrees
 from shardwise_watch.curve_points import curve_label
 from shardwise_watch.report import chart
 from shardwise_watch.report.numbers import curve_columns

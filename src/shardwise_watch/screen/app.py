@@ -16,6 +16,7 @@ from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
+from shardwise.base.terminal import printable_line
 from shardwise_watch.screen import drawing, panels, views
 from shardwise_watch.screen.frame import SPANS, UNEXPECTED, Frame, ShownRuns, Span
 
@@ -48,7 +49,7 @@ class Panel(Widget):
         for line in lines:
             line.truncate(width)
             # Texts of a run's files may have characters that a terminal obeys.
-            line.plain = panels.printable_line(line.plain)
+            line.plain = printable_line(line.plain)
         return Text("\n", no_wrap=True).join(lines)
 
     @property

@@ -237,12 +237,6 @@ def seconds(value: object) -> str:
     return units.duration(value) if _is_finite(value) else "–"
 
 
-def device_model(device: str) -> str:
-    """Return the word of a device's name to show, such as `H100`; the first word if none has a digit."""
-    words = device.partition(":")[0].split()
-    return next((word for word in words if any(letter.isdigit() for letter in word)), "".join(words[:1])) or "–"
-
-
 _MARK_DISTANCE = 8
 """Cells between two evaluations, at least on average."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))

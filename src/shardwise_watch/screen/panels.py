@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from shardwise.base import units
+from shardwise.base.terminal import printable_line
 from shardwise.runs.events import NEXT_STAGE, seconds_of
 from shardwise_watch.cli.ls import RUN_COLUMNS
 from shardwise_watch.event_text import event_text
@@ -273,11 +274,6 @@ def event_line(event: Mapping[str, Any], now: float | None, width: int | None = 
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
-
-
-def printable_line(text: str) -> str:
-    """Return `text` in one line, without characters that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _between(width: int, left: Text, right: Text) -> Text:

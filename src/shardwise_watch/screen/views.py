@@ -181,7 +181,7 @@ def nodes_view(frame: Frame, width: int, height: int, cursor: int = 0) -> list[T
     for node in sorted(frame.nodes, key=order)[begin : begin + visible]:
         total = node.memory_total_bytes
         memory = node.memory_bytes / total if node.memory_bytes is not None and total else None
-        models = ", ".join(sorted({drawing.device_model(device) for device in node.devices}))
+        models = ", ".join(sorted({_device_model(device) for device in node.devices}))
         name = (node.host or "–")[:name_width]
         line = Text.assemble((f" {name:<{name_width}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
         line.append("  ").append_text(_gauge(node.cpu, gauge_width))
@@ -416,7 +416,7 @@ def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[st
         "rank": (str(view.rank), f"bold {TEXT}"),
         **{axis: (str(view.place.get(axis, "–")), FAINT) for axis in axes},
         "host": (view.host[:20] or "–", TEXT),
-        "device": (drawing.device_model(view.device)[:10], FAINT),
+        "device": (_device_model(view.device)[:10], FAINT),
         "step": ("–" if view.step is None else f"{view.step:,}", TEXT),
         "work": (drawing.seconds(view.work_seconds), TEXT),
         "×best": relative,
@@ -425,3 +425,9 @@ def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[st
         "heard": (heard, f"bold {BAD}" if view.rank in frame.silent else FAINT),
         **{part: (drawing.seconds(split.get(part)), FAINT) for part in parts},
     }
+
+
+def _device_model(device: str) -> str:
+    """Return the word of a device's name to show, such as `H100`; the first word if none has a digit."""
+    words = device.partition(":")[0].split()
+    return next((word for word in words if any(letter.isdigit() for letter in word)), "".join(words[:1])) or "–"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.importing.hugging_face import ImportedModel
 from shardwise_use.importing.megatron import open_megatron
 from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, VOCABULARY, batches, losses_here, shardwise, torchrun
 
@@ -98,7 +98,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make(CASES[request.param], tmp_path_factory.mktemp("megatron"))
 
 
-def tensors(opened: ForeignModel) -> dict[tuple[str, str], bytes]:
+def tensors(opened: ImportedModel) -> dict[tuple[str, str], bytes]:
     return {(each.state, each.name): b"".join(map(bytes, each.read())) for each in opened.tensors}
 
 

@@ -1,14 +1,12 @@
 import pytest
 
 from shardwise.base.errors import (
-    ArgumentError,
     ConfigError,
     DataError,
     RunError,
     ShardwiseError,
     divisors,
     nearest_numbers,
-    refuse_unknown_arguments,
 )
 
 
@@ -34,23 +32,6 @@ def test_nearest_numbers(value: int, valid: list[int], expected: list[int]) -> N
 )
 def test_divisors_of_large_numbers_too(number: int, expected: set[int]) -> None:
     assert divisors(number) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["groupe"], "Layer does not take groupe (did you mean group?)"),
-        (["pin", "groups", "seed"], "Layer does not take pin (leave it out) or groups (give group=)"),
-        (["pin", "zzz"], "Layer does not take pin (leave it out) or zzz; it takes group and seed"),
-    ],
-)
-def test_unknown_arguments_are_refused_in_one_sentence_with_what_replaces_each(given: list[str], message: str) -> None:
-    replaced = {"pin": "leave it out", "groups": "give group="}
-    with pytest.raises(ArgumentError) as raised:
-        refuse_unknown_arguments("Layer", given, ["group", "seed"], replaced)
-    assert str(raised.value) == message
-    assert isinstance(raised.value, TypeError)
-    assert isinstance(raised.value, ConfigError)
 
 
 @pytest.mark.parametrize("sign", ["\x1b", "\x9b", "\u2028", "\u202e", "\u2066", "\x7f", "\ud800"])

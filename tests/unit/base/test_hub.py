@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ import pytest
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import check_weights
+from shardwise.checkpoint.format.weight_files import resolve_weights
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 from tests.hub_user import HubUser
 from tests.loopback_hub import Site, serve
 from tests.screens import Log, Screen
@@ -49,12 +49,13 @@ def site() -> Iterator[Site]:
 
 CALL = """
 import json, sys
-from shardwise.base import hub
 from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.format.weight_files import resolve_weights
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 function, arguments, cached = json.loads(sys.argv[1])
 said = []
 try:
-    result = {"folder": str(getattr(hub, function)(*arguments, cached=cached, announce=said.append))}
+    result = {"folder": str(globals()[function](*arguments, cached=cached, announce=said.append))}
 except ConfigError as error:
     result = {"problems": error.problems}
 print(json.dumps(result | {"said": said, "torch": "torch" in sys.modules}))
@@ -64,7 +65,7 @@ COLD = (sys.executable, "-B")
 
 
 class User(HubUser):
-    """Calls functions of `hub`; `said` is what the last one announced."""
+    """Fetches weights and tokenizers; `said` is what the last one announced."""
 
     said: list[str]
 
@@ -141,90 +142,6 @@ def test_what_is_refused(user: User, site: Site) -> None:
     assert "pytorch_model.bin" not in site.fetched
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for path in (
-        "checkpoints/step-00000100/model.safetensors",
-        "run/checkpoints/step-00000100/model.safetensors",
-        "run/checkpoints/step-00000200/model.safetensors",
-        "run/config.yaml",
-        "pickled/pytorch_model.bin",
-        "weights.pt",
-    ):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
-    (tmp_path / "empty").mkdir()
-    return tmp_path
-
-
-PATHS = {
-    "checkpoints/step-0000010": r"there is none of that name in .*did you mean checkpoints/step-00000100\?",
-    "runs/latest": "there is none of that name in [^:;]*$",
-    "a/b/c": "there is none of that name in ",
-    "two words": "there is none of that name in .*, and a hub id reads owner/name",
-    "weights.pt": r"pickled \(weights.pt\): opening a pickle can run any code .*save_pretrained",
-    "pickled": r"pickled \(pytorch_model.bin\): opening a pickle can run any code .*save_pretrained",
-    "empty": "must hold model.safetensors: it is empty",
-    "checkpoints/step-00000100/model.safetensors": "it is a file: set checkpoint.load=checkpoints/step-00000100$",
-}
-
-
-@pytest.mark.parametrize("load", PATHS)
-def test_what_is_no_folder_of_weights(load: str, here: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"checkpoint.load \({load}.*{PATHS[load]}"):
-        hub.resolve_weights(load)
-
-
-def test_a_path_is_taken_as_it_is(here: Path) -> None:
-    assert hub.resolve_weights("checkpoints/step-00000100") == Path("checkpoints/step-00000100")
-    assert hub.resolve_tokenizer("empty") == Path("empty")
-    assert hub.resolve_tokenizer("weights.pt") == Path("weights.pt")
-    with pytest.raises(ConfigError, match=r"checkpoint.revision \(v1\) must be left out"):
-        hub.resolve_weights("checkpoints/step-00000100", "v1")
-    with pytest.raises(ConfigError, match=r"data.tokenizer \(tokenizer.json\) must be a tokenizer's file or folder: "):
-        hub.resolve_tokenizer("tokenizer.json")
-    path = "run/checkpoints"
-    told = rf"data\.dataset \({path}\) must be python or tiny or a hub id, it is a path: set data\.path={path}"
-    with pytest.raises(ConfigError, match=told):
-        hub.place_of_dataset(path, ("python", "tiny"))
-
-
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
-        (
-            {"a": "model-1.safetensors", "b": "model-2.safetensors"},
-            "lacks model-2.safetensors: its index says that they hold weights: copy them",
-        ),
-        ({"a": "../model-1.safetensors"}, "must name files of its own folder, and '../model-1.saf"),
-    ],
-)
-def test_an_index_is_checked(weights: dict[str, str], text: str, tmp_path: Path) -> None:
-    (tmp_path / "model-1.safetensors").write_bytes(b"")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    with pytest.raises(ConfigError, match=text):
-        check_weights(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "absent"),
-    [
-        ("model-00001-of-00003", ["model-00002-of-00003", "model-00003-of-00003"]),
-        ("model-00001-of-00001", []),
-        ("shard-00002-model-00002-of-00002", ["shard-00001-model-00001-of-00002", "shard-00002-model-00001-of-00002"]),
-    ],
-)
-def test_missing_files_are_named_by_the_numbers_of_others(name: str, absent: list[str], tmp_path: Path) -> None:
-    file = f"{name}.safetensors"
-    assert hub.absent_parts([file]) == [f"{other}.safetensors" for other in absent]
-    if absent and name.startswith("model"):
-        (tmp_path / file).touch()
-        told = rf"{file}; fetch or copy model\.safetensors\.index\.json.* too"
-        with pytest.raises(ConfigError, match=told):
-            check_weights(tmp_path)
-
-
 @pytest.mark.slow
 def test_of_a_tokenizer_nothing_else_is_fetched(user: User, site: Site) -> None:
     folder = user.tokenizer("acme/tiny")
@@ -272,10 +189,11 @@ LOOK = """
 import json, sys
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
+from shardwise.data.tokens.tokenizer_files import place_of_tokenizer
 found = []
 for named in json.loads(sys.argv[1]):
     try:
-        found.append(hub.find_on_hub(hub.place_of_tokenizer(named)))
+        found.append(hub.find_on_hub(place_of_tokenizer(named)))
     except ConfigError as error:
         found.append(str(error))
 print(json.dumps(found))
@@ -306,7 +224,7 @@ def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(hub.HubFiles, "download", full)
     told = r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
     with pytest.raises(ConfigError, match=told):
-        hub.resolve_weights("acme/tiny", cached=False)
+        resolve_weights("acme/tiny", cached=False)
 
 
 def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
@@ -348,7 +266,7 @@ def test_a_long_fetch_has_lines_in_a_log(shown: Log, tmp_path: Path, monkeypatch
     monkeypatch.setattr(hub, "sys", SimpleNamespace(stderr=shown.stream))
     monkeypatch.setattr(hub.HubFiles, "download", download)
     for announce in (print, None):
-        hub.resolve_tokenizer("acme/tiny", announce=announce)
+        resolve_tokenizer("acme/tiny", announce=announce)
     text = shown.text()
     assert text.startswith("" if isinstance(shown, Screen) else "fetching acme/tiny: 2.0 MiB, ")
     assert text.count("\n") == (not isinstance(shown, Screen))

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import BESIDE_WEIGHTS
 from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
+from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, UserModelConfig, checked_data_section, config_from_sections, load_config
 from shardwise.data.cache import tokenizer_digest

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.format.model_files import differ_in_tokens, model_differences
+from shardwise.checkpoint.format.model_files import model_differences
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, UserModelConfig, checked_model_section, config_from_sections, load_config
 from shardwise.config.load import load_config_of_program
+from shardwise.data.tokens.tokenizer_files import differ_in_tokens
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.build import build_model
 from tests.hugging_face import CASES, described, export_hugging_face, save
@@ -244,11 +245,11 @@ def test_fault_07_a_stated_change_of_positions_keeps_the_weights_and_is_said(cha
     assert_equal(load(tmp_path, **keys), load(tmp_path))
     ((key, value),) = keys.items()
     value, old = (list(v) if isinstance(v, tuple) else v for v in (value, getattr(before, key)))
-    said = model_differences(checked_model_section(before.model_dump() | keys), Root.of(tmp_path)).changes
+    said = model_differences(checked_model_section(before.model_dump() | keys, "a recipe"), Root.of(tmp_path)).changes
     file = tmp_path / "config.json"
     assert said == (f"model.{key} ({value}) replaces that of {file} ({old}), with the same weights",)
     unstated = {name: inner for name, inner in before.model_dump().items() if name != key}
-    assert model_differences(checked_model_section(unstated), Root.of(tmp_path)).changes == ()
+    assert model_differences(checked_model_section(unstated, "a recipe"), Root.of(tmp_path)).changes == ()
 
 
 def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
     rewrite_config(tmp_path, rope_parameters={**DYNAMIC, "rope_theta": 5e5})
     keys = {"rope_theta", "rope_scaling", "max_position_embeddings"}
     unstated = {name: value for name, value in described(tmp_path).model_dump().items() if name not in keys}
-    found = model_differences(checked_model_section(unstated), Root.of(tmp_path))
+    found = model_differences(checked_model_section(unstated, "a recipe"), Root.of(tmp_path))
     assert found.changes == ()
     assert [problem.replace(str(tmp_path), "FOLDER") for problem in found.problems] == [
         "model.max_position_embeddings (2048) must be that of FOLDER/config.json (24)",

@@ -12,7 +12,7 @@ from shardwise import __version__
 from shardwise.cli import main
 from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
-from shardwise.launch.first_failure import read_rank_failure
+from shardwise.launch.first_failure import read_first_failure
 from tests.command_line import CommandLine
 
 LONG = 300 * "x"
@@ -85,7 +85,7 @@ def test_a_launched_rank_leaves_the_text_to_the_launcher(
     rank(monkeypatch, 0)
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     assert cli.refused("train", "quickstart", "a=b") == ""
-    found = read_rank_failure(tmp_path / "error.json")
+    found = read_first_failure(tmp_path / "error.json")
     assert found.exit_code == 2
     assert found.text.startswith("a: unknown key")
 

@@ -87,7 +87,7 @@ def test_what_is_no_run(name: str, cli: CommandLine) -> None:
     assert cli.refused("stop", name) == f"shardwise: there is no run {name}: name its folder\n"
 
 
-def test_waiting_ends_with_the_run_and_tells_what_is_saved(cli: CommandLine) -> None:
+def test_waiting_ends_with_the_run_and_tells_newest_checkpoint_text(cli: CommandLine) -> None:
     run = RunDirectory("run").create().path
     tell(run, *[{"event": "step", "step": step, "text": "x" * 1000} for step in range(1200)])
 

@@ -14,8 +14,9 @@ from pydantic.fields import FieldInfo
 
 from shardwise.base import units
 from shardwise.base.errors import DataError
+from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.cli import main
-from shardwise.config import check_layout, config_from_sections, dump_yaml, load_config, parse_yaml, recipe_text
+from shardwise.config import check_layout, config_from_sections, load_config, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.estimates.communication import step_transfers, wire_bytes

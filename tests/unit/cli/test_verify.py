@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.cli.verify import _Verified
 from shardwise.config import UserModelConfig, load_config
-from shardwise.verify.layouts import Cell, layout_candidates, parse_layouts
+from shardwise.verify.layouts import Cell, layouts_to_verify, parse_layouts
 from shardwise.verify.miniature import miniature
 from shardwise.verify.tolerance import LayoutDifferences
 from shardwise.verify.verification import CellOutcome, Verification
@@ -49,7 +49,7 @@ def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatc
 def verified(*layouts: str, failing: int = 0) -> _Verified:
     """Of which the first `failing` layouts broke the contract, the first of them without any number."""
     recipe = load_config("gpt3-23b")
-    cells = layout_candidates(recipe, "cpu", 8, parse_layouts(layouts))
+    cells = layouts_to_verify(recipe, "cpu", 8, parse_layouts(layouts))
     config = miniature(recipe, cells, 4, has_accelerator=False)
     outcomes = [CellOutcome(cell, EXACT, ()) for cell in cells]
     if failing:

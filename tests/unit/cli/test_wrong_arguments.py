@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import COMMANDS, OTHER_NAMES, OTHER_VALUES, SECTIONS, WITHOUT_KEY
+from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.suggestions import suggestions
 from tests.command_line import CommandLine
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.config import config_from_sections, dump_yaml, load_config
-from shardwise.config.recipe_files import parse_yaml
+from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.config import config_from_sections, load_config
 from tests.unit.config.refusals import layout_of, problem
 
 EVERY = "train.eval_every=2"

@@ -5,15 +5,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import (
-    Config,
-    ModelConfig,
-    UserModelConfig,
-    check_layout,
-    config_from_sections,
-    dump_yaml,
-    parse_yaml,
-)
+from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.config import Config, ModelConfig, UserModelConfig, check_layout, config_from_sections
 
 SIZES = {
     "vocab_size": 512,

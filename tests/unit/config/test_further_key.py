@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import error_texts, load, run_config, schema, sections
+from shardwise.config import load, pydantic_errors, run_config, schema, sections
 
 _RECIPE = """
 model: {family: llama, vocab_size: 64, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
@@ -27,11 +27,11 @@ class _Config(run_config.Config):
 @pytest.fixture(autouse=True)
 def further_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load, "Config", _Config)
-    monkeypatch.setattr(error_texts, "Config", _Config)
+    monkeypatch.setattr(pydantic_errors, "Config", _Config)
     monkeypatch.setattr(schema, "Config", _Config)
-    error_texts.known_paths.cache_clear()
+    pydantic_errors.known_paths.cache_clear()
     yield
-    error_texts.known_paths.cache_clear()
+    pydantic_errors.known_paths.cache_clear()
 
 
 @pytest.fixture

@@ -7,16 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config import (
-    Config,
-    config_from_sections,
-    dump_yaml,
-    load_config,
-    parse_yaml,
-    recipe_name,
-    recipe_names,
-    recipe_text,
-)
+from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.config import Config, config_from_sections, load_config, recipe_name, recipe_names, recipe_text
 from tests.arch.source import config_fields
 from tests.unit.config.hub import GPT2
 from tests.unit.config.refusals import problem, problems

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import parse_yaml
 from shardwise.config import (
     check_changes,
     config_from_sections,
     load_config,
-    parse_yaml,
     recipe_text,
     resume_changes,
     resume_problems,

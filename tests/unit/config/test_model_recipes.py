@@ -9,8 +9,8 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.base.hub import HubFiles
 from shardwise.config import load_config, load_config_of_program, recipe_name, recipe_names, require_data
-from shardwise.config.model_recipes import _place_of_model, model_remark
-from shardwise.config.recipe_files import is_model, own_data, recipe_text
+from shardwise.config.model_recipes import _place_of_model, model_recipe_remark
+from shardwise.config.recipe_files import is_model_recipe, own_data, recipe_text
 from tests.e2e.command import within
 from tests.unit.config.hub import FILES, QWEN3_8B
 
@@ -64,7 +64,7 @@ def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(folder.parent)
     (folder / "odd.json").write_text((folder / "config.json").read_text())
     for named in (str(folder), "./Qwen3-8B", "Qwen3-8B", "Qwen3-8B/config.json", "./Qwen3-8B/odd.json"):
-        assert is_model(named)
+        assert is_model_recipe(named)
         assert load_config(named).model == load_config("qwen3-8b").model
     for named in ("Qwen3-8B/", "Qwen3-8B/config.json", "Qwen/Qwen3-8B@v1"):
         assert recipe_name(named) == "Qwen3-8B"
@@ -75,18 +75,18 @@ def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_its_tokenizer_comes_along(folder: Path) -> None:
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl data.tokenizer=YOUR_TOKENIZER_FOLDER"
-    assert "weights are new" in (said := model_remark(str(folder), load_config(str(folder))))
+    assert "weights are new" in (said := model_recipe_remark(str(folder), load_config(str(folder))))
     assert "tokenizer is that of" not in said
     (folder / "tokenizer.json").write_text("{}")
     config = load_config(str(folder / "config.json"), ["train.steps=7"])
     assert config.data.tokenizer == str(folder)
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl"
     loading = load_config(str(folder), [f"checkpoint.load={folder}"])
-    assert "weights" not in (said := model_remark(str(folder), loading))
+    assert "weights" not in (said := model_recipe_remark(str(folder), loading))
     assert f"is that of {folder}, and the training is train.sequence_length=" in said
-    said = model_remark(str(folder / "config.json"), config)
+    said = model_recipe_remark(str(folder / "config.json"), config)
     assert f"(checkpoint.load={folder} starts" in said
-    assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in model_remark("acme/tiny@v1", config)
+    assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in model_recipe_remark("acme/tiny@v1", config)
     assert f"tokenizer is that of {folder};" in said
     assert "train.sequence_length=4096 train.global_batch=1024 train.steps=7 optimizer.lr=0.0003 " in said
 
@@ -99,7 +99,7 @@ def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (folder.parent / "gpt2/config.json").write_text(json.dumps(FILES["pythia-6.9b"]))
     paths = ("mine.yaml", "acme/mine.yaml", "Qwen3-8B/none", "./none/here", "a/b/c")
     for named in ("Qwen3-8B", "gpt2", "lama3-tiny", "", *paths):
-        assert not is_model(named)
+        assert not is_model_recipe(named)
     assert load_config("gpt2").model.family == "gpt"
     with pytest.raises(ConfigError, match="is a run's folder"):
         recipe_text(str(folder))

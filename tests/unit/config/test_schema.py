@@ -8,10 +8,11 @@ import jsonschema
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.cli import main
 from shardwise.config import load_config, recipe_names
 from shardwise.config.load import config_from_sections
-from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_text
+from shardwise.config.recipe_files import recipe_text
 from shardwise.config.schema import recipe_schema
 from tests.arch.source import ROOT, config_fields
 

@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import PrecisionConfig, apply_overrides, config_from_sections, dump_yaml, load_config
-from shardwise.config.recipe_files import parse_yaml
+from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.config import OptimizerConfig, PrecisionConfig, apply_overrides, config_from_sections, load_config
 from tests.unit.config.refusals import layout_of, problem, problems
 
 
@@ -243,3 +243,17 @@ def test_all_that_is_wrong_with_the_data_at_once() -> None:
     assert found[2] == (
         "data.format (text) must be megatron with data.blend (a), or left out: other data come by data.path"
     )
+
+
+@pytest.mark.parametrize(
+    ("factor", "steps", "told"), [(0, 30, True), (0.0, 21, True), (0, 20, False), (0.1, 30, False), (None, 30, False)]
+)
+def test_steps_after_the_last_point_are_told_if_they_learn_nothing(
+    factor: float | None, steps: int, told: bool
+) -> None:
+    points = [] if factor is None else [{"at": 1, "factor": 1}, {"at": 20, "factor": factor}]
+    schedule = {"schedule": "points", "points": points} if points else {"schedule": "constant"}
+    settings = OptimizerConfig.model_validate({"lr": 1e-3, **schedule})
+    lines = settings.steps_without_rate(steps)
+    assert len(lines) == told
+    assert not told or lines[0].startswith(f"steps 20 to {steps} (train.steps) have a learning rate of 0, ")

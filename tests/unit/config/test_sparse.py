@@ -12,7 +12,7 @@ from shardwise.config.hugging_face import from_hugging_face
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.build import build_balance
-from shardwise.pipeline.partition import stages_of_ranks
+from shardwise.pipeline.partition import partition_by_rank
 from tests.unit.config.refusals import problem
 
 
@@ -67,11 +67,11 @@ def test_a_rank_keeps_all_state_of_experts_that_it_alone_has() -> None:
     config = load_config("olmoe-tiny", ["parallel.expert=4"])
     layout = check_layout(config, 4)
     experts = 8 * 8 // 4 * 3 * 64 * 64
-    ((_, held),) = stages_of_ranks(config, layout)
+    ((_, held),) = partition_by_rank(config, layout)
     found = expected_memory(config, layout)
     # Two moments in float32 of each element; ZeRO-1 cuts those that all four ranks have.
     assert found.optimizer == pytest.approx(8 * (experts + (held - experts) / 4), rel=0.001)
-    ((_, alone),) = stages_of_ranks(load_config("olmoe-tiny"), check_layout(load_config("olmoe-tiny"), 4))
+    ((_, alone),) = partition_by_rank(load_config("olmoe-tiny"), check_layout(load_config("olmoe-tiny"), 4))
     assert alone == held + 3 * experts
 
 

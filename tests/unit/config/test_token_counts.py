@@ -2,9 +2,8 @@
 
 import pytest
 
-from shardwise.base.units import parse_tokens, tokens_text
 from shardwise.config import load_config
-from shardwise.config.token_counts import steps_of_tokens
+from shardwise.config.token_counts import parse_tokens, steps_of_tokens, tokens_text
 from tests.unit.config.refusals import problem
 
 TOKENS_OF_STEP = 8 * 256

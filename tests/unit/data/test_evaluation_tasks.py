@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, load_config
-from shardwise.data.evaluation_tasks import quiet_libraries, require_tasks
+from shardwise.data.evaluation_tasks import quiet_lm_eval, require_tasks
 from tests.task_files import write_tasks
 
 
@@ -54,7 +54,7 @@ def test_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     level = logger.level
     logger.addHandler(handler)
     try:
-        with quiet_libraries():
+        with quiet_lm_eval():
             logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
             print("a remark")
         assert (logger.level, *capsys.readouterr()) == (level, "", "")

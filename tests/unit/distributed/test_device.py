@@ -66,11 +66,11 @@ def test_a_rank_keeps_one_of_the_cores_that_all_are_shown(
     shown: str, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", shown)
-    devices.show_one_core(torch.device("cuda", 1))
+    devices.choose_neuron_core(torch.device("cuda", 1))
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == left
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
     with pytest.raises(ConfigError, match=r"VISIBLE_CORES \(4-7\) must name a core .*, and has 4: rank 5 has none"):
-        devices.show_one_core(torch.device("cuda", 5))
+        devices.choose_neuron_core(torch.device("cuda", 5))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.optim.freed_buckets import make_buckets
-from shardwise.optim.sharding import Dtypes, Sharding
+from shardwise.optim.sharding import OptimizerDtypes, Sharding
 from shardwise.optim.unit_weights import places_in
 from shardwise.train.build import _decay_groups
 from tests.unit.estimates.families import MODELS, make_config, section
@@ -124,7 +124,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
             group["params"],  # type: ignore[arg-type]
             sharding,
             sharding.cut(Group()),
-            Dtypes(torch.float32, torch.float32, torch.float32),
+            OptimizerDtypes(torch.float32, torch.float32, torch.float32),
             places_in(model),
         )
     ]

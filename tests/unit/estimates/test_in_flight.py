@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.base import hardware
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
@@ -124,7 +123,7 @@ def test_messages_have_memory_of_their_own(schedule: str, frees: bool, monkeypat
 
     torch 2.15 lets x go with its backward pass. The step's peak comes before all is sent.
     """
-    monkeypatch.setattr(hardware, "torch_release", lambda: (2, 15 if frees else 14))
+    monkeypatch.setattr("shardwise.estimates.memory._frees_onwards", lambda: frees)
     sends = {"interleaved": (3, 3), "interleaved_zero_bubble": (3, 3), "zbv": (2, 2), "dualpipev": (2, 2)}
     for rank, messages in zip(memory(config(schedule=schedule)), sends.get(schedule, (0, 0)), strict=True):
         sent = rank.pipeline - X

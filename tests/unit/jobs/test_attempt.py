@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.base.errors import see
 from shardwise.launch.first_failure import Failure
-from shardwise.launch.node import LauncherFacts, Node, SupervisorConnection, launch_on_node
+from shardwise.launch.node import LauncherConnection, LauncherFacts, Node, launch_on_node
 from shardwise_jobs import attempt as attempts
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 
@@ -23,7 +23,7 @@ Launcher = Callable[[LauncherFacts, int], None]
 
 def joined(number: int, attempt: LauncherFacts, **last: Any) -> None:
     """A launcher that joins, and tells how it ended."""
-    with SupervisorConnection(Node(attempt, number, f"n{number}"), lambda: {"training": False, "beats": []}) as control:
+    with LauncherConnection(Node(attempt, number, f"n{number}"), lambda: {"training": False, "beats": []}) as control:
         if last:
             control.tell("ended", **last)
         while control.ended is None:
@@ -100,7 +100,7 @@ def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
         if number == 0:
             joined(number, attempt)
         else:
-            with SupervisorConnection(Node(attempt, 1, "n1"), lambda: {"training": False, "beats": []}):
+            with LauncherConnection(Node(attempt, 1, "n1"), lambda: {"training": False, "beats": []}):
                 time.sleep(0.2)
 
     outcome = watched(tmp_path, launcher)

@@ -9,7 +9,7 @@ from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.launch import LaunchConfig
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import JobPlan, job_script, ranks_per_node
-from shardwise_jobs.submission import check_counts, check_memory, check_run_folder, reserved, rows, write_inputs
+from shardwise_jobs.submission import check_memory, check_node_counts, check_run_folder, reserved, rows, write_inputs
 
 
 def config(*overrides: str) -> Config:
@@ -64,18 +64,18 @@ def test_devices_that_cannot_be_counted_or_are_too_few_are_refused(given: int | 
 def test_chips_whose_cores_the_layout_does_not_divide_are_refused() -> None:
     ranks = ranks_per_node(None, 8, 1, "neuron:trn2:3")
     with pytest.raises(ConfigError, match=r"\(12\) must be a multiple of parallel\.tensor \(8\)"):
-        check_counts(config("parallel.tensor=8"), (1, 1), ranks, as_it_is)
+        check_node_counts(config("parallel.tensor=8"), (1, 1), ranks, as_it_is)
 
 
 def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
-    layout, notes = check_counts(config("train.global_batch=8", "train.micro_batch=2"), (1, 3), 2, as_it_is)
+    layout, notes = check_node_counts(config("train.global_batch=8", "train.micro_batch=2"), (1, 3), 2, as_it_is)
     assert layout.world == 4
     assert notes == ["the layout fills 1 and 2 nodes; of another number from 1 to 3 a part is used"]
-    layout, notes = check_counts(config("train.global_batch=8"), (3, 4), 1, as_it_is)
+    layout, notes = check_node_counts(config("train.global_batch=8"), (3, 4), 1, as_it_is)
     assert layout.world == 4
     assert notes == ["the layout fills 2 and 4 nodes; of another number from 3 to 4 a part is used"]
     with pytest.raises(ConfigError, match=r"train\.global_batch \(8\) must be a multiple"):
-        check_counts(config("train.global_batch=8"), (5, 7), 1, as_it_is)
+        check_node_counts(config("train.global_batch=8"), (5, 7), 1, as_it_is)
 
 
 def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> None:

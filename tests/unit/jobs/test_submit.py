@@ -233,7 +233,7 @@ def test_a_rehearsal_that_resumes_before_what_it_had_saved_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, cancelled = RunDirectory(tmp_path / "run").create(), list[str]()
-    monkeypatch.setattr(submit, "last_step", lambda _: 12)
+    monkeypatch.setattr(submit, "last_recorded_step", lambda _: 12)
     monkeypatch.setattr(submit, "newest_checkpoint", lambda _: 10)
     monkeypatch.setattr(slurm_commands, "warn", lambda _: None)
     monkeypatch.setattr(slurm_commands, "restarts", lambda _: 1)

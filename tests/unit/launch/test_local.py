@@ -27,7 +27,7 @@ import os, signal, sys, time
 from pathlib import Path
 from shardwise.launch import rank_process as guard
 from shardwise.launch.environment import joined
-from shardwise.launch.first_failure import Failure, report_done, report_failure
+from shardwise.launch.first_failure import Failure, report_done, report_first_failure
 guard.die_with_parent()
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -78,11 +78,11 @@ def pids(folder: Path) -> list[int]:
 def test_the_first_error_is_shown_and_ends_the_others(tmp_path: Path) -> None:
     body = f"""
 if rank == 1:
-    report_failure(Failure(1, "rank 1: the cause", 2))
+    report_first_failure(Failure(1, "rank 1: the cause", 2))
     (folder / "failed").write_text(str(time.time()))
     sys.exit(2)
 while not (folder / "failed").exists(): time.sleep(0.02)
-report_failure(Failure(0, "rank 0: a consequence", 1))
+report_first_failure(Failure(0, "rank 0: a consequence", 1))
 {HANG}
 """
     assert failure(tmp_path, command(tmp_path, body)) == "2: rank 1: the cause\n"
@@ -98,7 +98,7 @@ if rank == 1:
 while not (folder / "pid-1").exists() or not (folder / "pid-1").read_text(): time.sleep(0.02)
 killed = Path("/proc", (folder / "pid-1").read_text(), "stat")
 while killed.exists() and killed.read_text().rpartition(") ")[2][0] != "Z": time.sleep(0.02)
-report_failure(Failure(0, "connection closed by peer", 1))
+report_first_failure(Failure(0, "connection closed by peer", 1))
 sys.exit(1)
 """
     log = tmp_path / "logs" / "rank-0001.log"
@@ -120,7 +120,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while len(list(folder.glob("ready-*"))) < 2: time.sleep(0.02)
 if rank == 0:
     (folder / "failed").write_text(str(time.time()))
-    report_failure(Failure(0, "rank 0: the cause", 1))
+    report_first_failure(Failure(0, "rank 0: the cause", 1))
     sys.exit(1)
 {HANG}
 """
@@ -190,7 +190,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
 def test_a_save_that_fails_is_a_failure_and_ends_soon(tmp_path: Path) -> None:
     ending = f"""
 if rank == 1:
-    report_failure(Failure(1, "the checkpoint could not be written", 1))
+    report_first_failure(Failure(1, "the checkpoint could not be written", 1))
     os._exit(1)
 {HANG}
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.entry import take_any_character
+from shardwise.base.terminal import take_any_character
 from shardwise.launch.rank_output import output_restored
 
 SCRIPT = """

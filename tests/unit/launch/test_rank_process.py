@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
-from shardwise.launch.first_failure import Failure, read_rank_failure, stop_record
+from shardwise.launch.first_failure import Failure, read_first_failure, stop_record
 from shardwise.launch.stop_requests import NOTICE, training_mark
 from tests.monitor_runs import Start, write_run
 
@@ -109,7 +109,7 @@ def test_fault_19_a_rank_that_code_of_the_user_ends_has_failed(
     error_file = tmp_path / "error.json"
     launched = {**variables, ERROR_FILE: str(error_file), HEARTBEATS: str(tmp_path)} if variables else {}
     result = train(body, tmp_path, launched)
-    failure = read_rank_failure(error_file)
+    failure = read_first_failure(error_file)
     text = result.stderr if failure is None else failure.text
     assert result.returncode == 1
     assert f" failed: {told}\ntraceback: " in text
@@ -159,7 +159,7 @@ def test_launched_and_stopped(rank: int, tmp_path: Path) -> None:
     variables = {**PLACE, "RANK": str(rank), ERROR_FILE: str(tmp_path / "error.json")}
     result = train(STOPPED.format(name="SIGUSR1"), tmp_path, variables)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), "the launcher tells it"
-    assert read_rank_failure(tmp_path / "error.json") is None
+    assert read_first_failure(tmp_path / "error.json") is None
     assert stop_record(tmp_path).exists() == (rank == 0)
     assert training_mark(tmp_path).exists() == (rank == 0)
 
@@ -174,7 +174,7 @@ def test_a_command_started_inside_a_rank_is_none_of_its_job(tmp_path: Path) -> N
     command = [str(tmp_path / "rank.py"), "train", "llama2-tiny", "--run-dir", str(tmp_path)]
     rank = rank_process(command, variables)
     assert (rank.returncode, rank.stderr) == (0, ""), "the rank itself is healthy"
-    assert read_rank_failure(error_file) is None
+    assert read_first_failure(error_file) is None
     inside = json.loads((tmp_path / "inside.json").read_text())
     assert inside[:2] == [2, "shardwise: there is no run nowhere: name its folder\n"]
     assert inside[2] == PLACE, "torch and the model's code find the rank's place"
@@ -195,6 +195,6 @@ def test_launched(body: str, code: int, text: str, tmp_path: Path) -> None:
     result = train(body, tmp_path, {**PLACE, ERROR_FILE: str(error_file), HEARTBEATS: str(tmp_path)})
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
     shown = text.format(rank=1, log=log)
-    assert read_rank_failure(error_file) == (Failure(1, shown, code) if code else None)
+    assert read_first_failure(error_file) == (Failure(1, shown, code) if code else None)
     assert log.exists()
     assert (tmp_path / "done-0001").exists() == (code == 0)

@@ -17,7 +17,7 @@ from shardwise.layers.bitwise import part_products
 from shardwise.layers.bitwise.functions import activate_by_part, head_products
 from shardwise.layers.bitwise.part_products import (
     by_part,
-    fold,
+    fold_products,
     input_gradient_of_columns,
     multiply_parts,
     row_sums,
@@ -180,7 +180,7 @@ def test_without_gradients_no_form_is_tried(monkeypatch: pytest.MonkeyPatch) -> 
 @settings(deadline=None, max_examples=50)
 def test_fold_is_the_tree(levels: int, seed: int) -> None:
     parts = random(seed, 2**levels, 3, 5)
-    assert bits_equal(fold(part.clone() for part in parts), tree_sum(parts))
+    assert bits_equal(fold_products(part.clone() for part in parts), tree_sum(parts))
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -4,21 +4,18 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from shardwise.data.samples.batch import Batch
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients, fake_tensors
 from shardwise.models import attention_pieces
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.masks import BLOCK, AttentionMask, BlocksMask, DocumentSizes, DocumentsMask, PiecesMask
 from shardwise.models.parameter_counts import LONG
-from shardwise.train.mean_loss import document_sizes
 from tests.sweeps import few
 
 WINDOWS = (None, 1, 3, 64, 1000)
@@ -209,8 +206,7 @@ def test_a_kernel_for_documents_is_told_where_each_begins(
     firsts: list[list[int]], sizes: tuple[int, int], rows: int
 ) -> None:
     starts_SB = starts(300, firsts)
-    inputs = {"ids_SB": np.zeros((300, len(firsts)), dtype=np.int64), "starts_SB": starts_SB.numpy()}
-    found = document_sizes(Batch(inputs, np.zeros(1, dtype=np.int64), np.arange(len(firsts))))
+    found = DocumentSizes.of(starts_SB.numpy())
     assert found == sizes
     mask = AttentionMask((range(300),), starts_SB, 150, documents=found).by_document(300, is_compiled=False)
     begins = [300 * b + first for b, of_sample in enumerate(firsts) for first in of_sample]

@@ -87,7 +87,7 @@ FILES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_fault_10_fields_of_a_file_mean_what_they_mean_to_transformers(name: str) -> None:
     file = {"model_type": "llama", **SIZES, "rope_theta": 1000.0, **FILES[name]}
-    ours = checked_model_section(from_hugging_face(file, "config.json"))
+    ours = checked_model_section(from_hugging_face(file, "config.json"), "config.json")
     assert isinstance(ours, LlamaConfig)
     theirs = modeling_llama().LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(copy.deepcopy(file)))
     for length in (16, LONGEST, 3 * LONGEST):
@@ -109,7 +109,7 @@ def test_fault_10_the_old_name_of_the_type_counts_where_the_new_one_is_null() ->
 def test_fault_10_a_part_of_a_head_is_scaled_as_transformers_scales_it() -> None:
     scaling = {"rope_type": "dynamic", "type": None, "factor": 2.5, LENGTH: 16}
     file = {"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_scaling": scaling}
-    ours = checked_model_section(from_hugging_face(file, "config.json"))
+    ours = checked_model_section(from_hugging_face(file, "config.json"), "config.json")
     assert isinstance(ours, GPTNeoXConfig)
     modeling = transformers.models.gpt_neox.modeling_gpt_neox
     theirs = modeling.GPTNeoXRotaryEmbedding(transformers.GPTNeoXConfig.from_dict(copy.deepcopy(file)))

@@ -8,12 +8,13 @@ import torch
 import transformers
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import parse_yaml
 from shardwise.cli.entry import main
 from shardwise.config import Config, config_from_sections, load_config
 from shardwise.config.learning_rate_specs import LEARNING_RATES, LearningRateSpec
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.config.recipe_files import parse_yaml, recipe_text
-from shardwise.optim.learning_rate import learning_rate, moved_end_text, steps_without_rate
+from shardwise.config.recipe_files import recipe_text
+from shardwise.optim.learning_rate import learning_rate, moved_end_text
 from tests.arch.source import ROOT
 
 
@@ -217,17 +218,3 @@ def test_a_new_schedule_is_a_function_and_a_record(
     assert "inverse_root" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"optimizer.min_lr \(0.1\) must be left out .* inverse_root: it has none"):
         with_keys(*keys, "optimizer.lr=1", "optimizer.min_lr=0.1")
-
-
-@pytest.mark.parametrize(
-    ("factor", "steps", "told"), [(0, 30, True), (0.0, 21, True), (0, 20, False), (0.1, 30, False), (None, 30, False)]
-)
-def test_steps_after_the_last_point_are_told_if_they_learn_nothing(
-    factor: float | None, steps: int, told: bool
-) -> None:
-    points = [] if factor is None else [{"at": 1, "factor": 1}, {"at": 20, "factor": factor}]
-    schedule = {"schedule": "points", "points": points} if points else {"schedule": "constant"}
-    settings = OptimizerConfig.model_validate({"lr": 1e-3, **schedule})
-    lines = steps_without_rate(settings, steps)
-    assert len(lines) == told
-    assert not told or lines[0].startswith(f"steps 20 to {steps} (train.steps) have a learning rate of 0, ")

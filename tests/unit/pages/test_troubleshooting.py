@@ -13,7 +13,7 @@ from shardwise.checkpoint import save
 from shardwise.checkpoint.format.manifest import FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.data import cache
-from shardwise.launch.node import SupervisorConnection
+from shardwise.launch.node import LauncherConnection
 from shardwise.train.compile import run_graphs
 from shardwise_jobs import slurm_commands
 from tests.dist.training import make_config
@@ -30,7 +30,7 @@ def test_a_message_names_the_command_that_explains_it() -> None:
 
 def test_the_first_node_is_not_reached() -> None:
     attempt = SimpleNamespace(address="127.0.0.1", control=1, silence=1.0, secret="")
-    control = SupervisorConnection(SimpleNamespace(attempt=attempt, name="n1", number=1), dict)  # type: ignore[arg-type]
+    control = LauncherConnection(SimpleNamespace(attempt=attempt, name="n1", number=1), dict)  # type: ignore[arg-type]
     with (
         pytest.raises(RunError, match=r"node n1 must reach the job's first node at 127.0.0.1:1: .* refused") as caught,
         control,

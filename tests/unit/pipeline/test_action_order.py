@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.layout import pipeline_rank_of
 from shardwise.config.layout_rules import fits_schedule
 from shardwise.config.pipeline_schedule_specs import SCHEDULES, rounds_of_step
 from shardwise.pipeline.action_order import TIME, Action, action_order
+from shardwise.pipeline.partition import pipeline_rank_of
 from shardwise.pipeline.timeline import simulate
 
 CLASSES: dict[Schedule, str] = {

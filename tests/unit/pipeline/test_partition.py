@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.config.layout import pipeline_rank_of
-from shardwise.pipeline.partition import balanced, compute_shares, stage_plan
+from shardwise.pipeline.partition import balanced, compute_shares, pipeline_rank_of, stage_plan
 
 
 def sizes(config: Config) -> list[int]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
-from shardwise.config.layout import pipeline_rank_of
 from shardwise.config.layout_rules import fits_schedule
 from shardwise.config.pipeline_schedule_specs import rounds_of_step
 from shardwise.pipeline.action_order import Action, ActionKind, action_order
+from shardwise.pipeline.partition import pipeline_rank_of
 from shardwise.pipeline.timeline import StageTimes, timeline
 from shardwise_plan import makespan as levels
 from shardwise_plan.makespan import level_program, makespan, pass_levels

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import check_layout, load_config
 from shardwise_plan.device_seconds import LinkedRanks, collective, shipped_constants
-from shardwise_plan.device_specs import Link, load_device, parse_cluster
+from shardwise_plan.device_specs import DeviceLink, load_device, parse_cluster
 from shardwise_plan.overlap import Product, TensorCollectives, TensorOverlap, ring_seconds
 from shardwise_plan.step_time import shardwise_traits, step_time
 
@@ -21,7 +21,7 @@ OVERLAPS: tuple[TensorOverlap, ...] = ("pieces", "symmetric_memory", "user_buffe
 def _collectives(
     overlap: TensorOverlap | None, bandwidth: float = H100.node.bandwidth, sequence_parallel: bool = True
 ) -> TensorCollectives:
-    device = replace(H100, node=Link(bandwidth, 0.0, "switch"))
+    device = replace(H100, node=DeviceLink(bandwidth, 0.0, "switch"))
     return TensorCollectives(device, shipped_constants(), EIGHT, SIZE, SIZE, sequence_parallel, overlap)
 
 

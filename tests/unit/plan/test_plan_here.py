@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Config, UserModelConfig, check_layout, dump_yaml, load_config
+from shardwise.base.parsing import dump_yaml
+from shardwise.config import Config, UserModelConfig, check_layout, load_config
 from shardwise.runs.folder import JsonLines, RunDirectory
 from shardwise_plan.cli.against_run import PARTS
 from shardwise_plan.device_specs import Cluster, load_device

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.runs.folder import RunDirectory
-from shardwise.runs.state_records import StateRecords, hash_difference
+from shardwise.runs.state_records import StateRecords
 
 
 def records(folder: Path, *events: dict[str, Any]) -> StateRecords:
@@ -47,12 +47,3 @@ def test_steps_that_were_undone_are_left_out(tmp_path: Path) -> None:
     assert found.begin == 0
     # The first of them has been in force since the second.
     assert found.changes == [(1, "optimizer.lr 1 → 2"), (1, "parallel.tensor 1 → 2")]
-
-
-def test_a_difference_names_its_tensors(tmp_path: Path) -> None:
-    a = records(tmp_path / "a", state(1, "one", "0000000011111111", **NAMES)).hashes[1]
-    b = records(tmp_path / "b", state(1, "two", "0000000022222222", **NAMES)).hashes[1]
-    place = records(tmp_path / "c", state(1, "six", "0000000011111111", **NAMES)).hashes[1]
-    assert hash_difference(a, a) is None
-    assert hash_difference(a, b) == "1 of 2 tensors (model/b)"
-    assert hash_difference(a, place) == "the place in the data or the seed"

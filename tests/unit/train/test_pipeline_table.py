@@ -9,7 +9,7 @@ from rich.text import Text
 
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.estimates.memory import memory_by_rank
-from shardwise.pipeline.partition import stages_of_ranks
+from shardwise.pipeline.partition import partition_by_rank
 from shardwise.pipeline.schedule_picture import schedule_picture
 from shardwise.train.pipeline_table import _rank_table, print_pipeline
 
@@ -66,7 +66,7 @@ def test_many_ranks_are_cut_too() -> None:
     assert lines[8] == "… 80 pipeline ranks left out"
     assert lines[7].startswith("pp 7 ")
     assert lines[9].startswith("pp 88 ")
-    assert len(_rank_table(layout, stages_of_ranks(config, layout), memory_by_rank(config, layout))) == 17
+    assert len(_rank_table(layout, partition_by_rank(config, layout), memory_by_rank(config, layout))) == 17
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -28,7 +28,7 @@ from shardwise.models.parameter_counts import parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
-from shardwise.train.evaluation_losses import Evaluation
+from shardwise.train.evaluation_losses import EvaluationLosses
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import StepRecord, Straggler, Throughput
 from shardwise.train.summary import dry_run
@@ -77,8 +77,8 @@ def record(step: int, **changes: Any) -> StepRecord:
     return StepRecord(**(values | changes))
 
 
-def held_out(loss: float) -> Evaluation:
-    return Evaluation({"lm": loss}, {"lm": 8}, {}, 8, 1.0)
+def held_out(loss: float) -> EvaluationLosses:
+    return EvaluationLosses({"lm": loss}, {"lm": 8}, {}, 8, 1.0)
 
 
 def reporter(
@@ -360,7 +360,7 @@ def test_a_trace_is_told_once_and_so_is_its_absence(
 
 def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
     """Killed after the last save, before the results: the next start has no step to take."""
-    evaluation = Evaluation({"lm": 2.5}, {"lm": 8}, {}, 8, 1.0, bytes=20)
+    evaluation = EvaluationLosses({"lm": 2.5}, {"lm": 8}, {}, 8, 1.0, bytes=20)
     with begun(tmp_path) as (made, _):
         for step in (99, 100):
             made.step(record(step, loss=step / 7))

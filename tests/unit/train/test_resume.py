@@ -25,7 +25,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
 from shardwise.train.resume import checkpoints_at_start
-from shardwise.train.step_record import Progress, last_step_of_run
+from shardwise.train.step_record import Progress
 from tests.dist.training import make_config, make_data
 from tests.stored import small_tensors, write_checkpoint
 
@@ -205,8 +205,8 @@ def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
     chosen = make_config(train={"steps": 20, "stop_after": 5}).train
-    assert [last_step_of_run(chosen, before) for before in (0, 10, 18)] == [5, 15, 20]
-    assert last_step_of_run(config().train, 10) == 20
+    assert [chosen.last_step(before) for before in (0, 10, 18)] == [5, 15, 20]
+    assert config().train.last_step(10) == 20
 
 
 def training(chosen: Config, progress: Progress | None = None, batches: Any = None) -> Any:

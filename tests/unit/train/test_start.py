@@ -44,7 +44,7 @@ def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch
 
 
 def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.base.hub.resolve_weights", lambda *_, **__: tmp_path / "0123")
+    monkeypatch.setattr("shardwise.checkpoint.format.weight_files.resolve_weights", lambda *_, **__: tmp_path / "0123")
     monkeypatch.setattr(rank_agreement.collectives, "any_rank", lambda is_true, group: True)
     monkeypatch.setattr(
         rank_agreement.collectives, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine]

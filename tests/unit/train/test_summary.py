@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.base import units
+from shardwise.base.parsing import parse_yaml
 from shardwise.config import (
     CheckpointConfig,
     Config,
@@ -12,7 +13,6 @@ from shardwise.config import (
     check_layout,
     config_from_sections,
     load_config,
-    parse_yaml,
     recipe_names,
 )
 from shardwise.estimates.communication import step_transfers, wire_bytes

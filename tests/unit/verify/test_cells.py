@@ -4,14 +4,14 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.verify.layouts import AXES, Cell, layout_candidates, parse_layouts
+from shardwise.verify.layouts import AXES, Cell, layouts_to_verify, parse_layouts
 
 RECIPE = load_config("llama2-tiny")
 
 
 @pytest.mark.parametrize(("given", "number"), [([], 25), (["all"], 912), (["parallel.pipeline=8", "all"], 18)])
 def test_every_layout_of_eight_ranks_occurs_once(given: list[str], number: int) -> None:
-    cells = layout_candidates(RECIPE, "cpu", 8, parse_layouts(given))
+    cells = layouts_to_verify(RECIPE, "cpu", 8, parse_layouts(given))
     assert len(cells) == len(set(cells)) == number
     assert all(cell.tensor * cell.context * cell.pipeline * cell.data == 8 for cell in cells)
     assert not [cell for cell in cells if cell.sequence and cell.tensor == 1], "SP without TP is no layout of its own"
@@ -23,17 +23,17 @@ def test_every_layout_of_eight_ranks_occurs_once(given: list[str], number: int) 
 
 def test_keys_that_are_not_named_keep_the_recipes_schedule_and_recompute() -> None:
     recipe = load_config("llama2-tiny", ["parallel.schedule=zbv", "train.recompute=full"])
-    cells = layout_candidates(recipe, "cpu", 4, {})
+    cells = layouts_to_verify(recipe, "cpu", 4, {})
     assert {cell.schedule for cell in cells} == {None, "zbv"}
     assert {cell.recompute for cell in cells} == {"full"}
-    named = layout_candidates(recipe, "cpu", 4, parse_layouts(["parallel.schedule=1f1b,gpipe", "train.recompute=all"]))
+    named = layouts_to_verify(recipe, "cpu", 4, parse_layouts(["parallel.schedule=1f1b,gpipe", "train.recompute=all"]))
     assert {cell.schedule for cell in named} == {None, "1f1b", "gpipe"}
     assert {cell.recompute for cell in named} == {"none", "selective", "full"}
 
 
 def test_values_narrow_a_key() -> None:
     given = ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=1", "optimizer.zero=0,1"]
-    assert layout_candidates(RECIPE, "cpu", 4, parse_layouts(given)) == [
+    assert layouts_to_verify(RECIPE, "cpu", 4, parse_layouts(given)) == [
         Cell("cpu", 4, tensor=2, sequence=True),
         Cell("cpu", 4, tensor=2, sequence=True, zero=1),
     ]
@@ -55,7 +55,7 @@ def test_other_texts_are_refused(given: str, text: str) -> None:
 
 
 def test_names_tell_layouts_apart() -> None:
-    cells = layout_candidates(RECIPE, "cpu", 8, dict.fromkeys(AXES))
+    cells = layouts_to_verify(RECIPE, "cpu", 8, dict.fromkeys(AXES))
     assert len({cell.name for cell in cells}) == len(cells)
     full = Cell("cpu", 8, tensor=2, sequence=True, pipeline=2, schedule="zbv", zero=1, recompute="full")
     assert full.name == "TP 2 + SP × PP 2 × DP 2 (ZeRO-1), schedule zbv, recompute full, on cpu"

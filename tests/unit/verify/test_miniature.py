@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shardwise.config import Config, check_layout, config_from_sections, load_config, recipe_names
-from shardwise.verify.layouts import Cell, layout_candidates, parse_layouts
+from shardwise.verify.layouts import Cell, layouts_to_verify, parse_layouts
 from shardwise.verify.miniature import miniature, miniature_at_cell, trainable_cells
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 from tests.sweeps import few
@@ -14,7 +14,7 @@ DEGREES = (1, 2, 4, 8)
 
 
 def small(recipe: Config, ranks: int = 8, steps: int = 4) -> tuple[Config, list[Cell]]:
-    cells = layout_candidates(recipe, "cpu", ranks, parse_layouts(["all"]))
+    cells = layouts_to_verify(recipe, "cpu", ranks, parse_layouts(["all"]))
     return miniature(recipe, cells, steps, has_accelerator=False), cells
 
 
@@ -119,7 +119,7 @@ def test_document_ends_and_blocks_without_rotation_stay() -> None:
 
 @pytest.mark.parametrize("family", ["llama2-tiny", "bert-tiny"])
 def test_with_bits_all_layouts_have_micro_batches_of_two_samples(family: str) -> None:
-    cells = layout_candidates(load_config(family), "cpu", 8, parse_layouts(["all"]))
+    cells = layouts_to_verify(load_config(family), "cpu", 8, parse_layouts(["all"]))
     cells = [cell for cell in cells if cell.tensor < 8 and cell.context == 1]
     bits = miniature(load_config(family), cells, 4, has_accelerator=False, bitwise=True)
     kept, reasons = trainable_cells(bits, cells)

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import dump_yaml, load_config
+from shardwise.base.parsing import dump_yaml
+from shardwise.config import load_config
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.state_records import RecordedHash, StateRecords
-from shardwise.verify.replay import ReplayedStretch, compare_replay, read_replay_config
+from shardwise.verify.replay import ReplayedStretch, compare_replay, hash_difference, read_replay_config
 
 
 def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
@@ -36,3 +37,11 @@ def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
         "gradient norm 1.5 in the run, None in the replay",
         "state after it: no hash in the replay",
     )
+
+
+def test_a_difference_names_its_tensors() -> None:
+    recorded = RecordedHash("one", {"model/a": "00000000", "model/b": "11111111"})
+    assert hash_difference(recorded, recorded) is None
+    other = RecordedHash("two", {"model/a": "00000000", "model/b": "22222222"})
+    assert hash_difference(recorded, other) == "1 of 2 tensors (model/b)"
+    assert hash_difference(recorded, RecordedHash("six", recorded.tensors)) == "the place in the data or the seed"

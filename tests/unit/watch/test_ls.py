@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import RunError
+from shardwise.base.local_devices import DeviceList, DeviceProcess, LocalDevice
 from shardwise.runs.folder import FORMAT, RunLock, json_text
-from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.submission import record
 from shardwise_watch.cli import ls

@@ -14,7 +14,8 @@ from shardwise.base.parsing import by_dotted_key, json_value
 from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast_values
-from shardwise.checkpoint.format.stored_tensors import MAX_INDEX_BYTES, StoredTensors, ordered_names, ordered_states
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, ordered_states
+from shardwise.checkpoint.format.weight_files import MAX_INDEX_BYTES
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
 

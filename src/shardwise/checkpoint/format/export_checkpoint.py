@@ -12,14 +12,14 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.hub import INDEX
 from shardwise.base.parsing import json_value
 from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.model_files import validated_model, with_readable_tokenizer
+from shardwise.checkpoint.format.model_files import with_readable_tokenizer
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast_overflows, cast_values
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
+from shardwise.checkpoint.format.weight_files import INDEX
 from shardwise.checkpoint.format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,
@@ -31,7 +31,7 @@ from shardwise.checkpoint.format.writing import (
 )
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
-from shardwise.config import FamilyConfig
+from shardwise.config import FamilyConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
 
 MASTER = "master"
@@ -142,7 +142,7 @@ class Export:
     @property
     def model(self) -> FamilyConfig:
         """The model that `config.json` describes; ConfigError if it is of no family."""
-        return validated_model(
+        return checked_model_section(
             from_hugging_face(self.described, str(self._folder / CONFIG)), str(self._folder / CONFIG)
         )
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import write_files
-from shardwise.base.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, TOKENIZER, TOKENIZER_CONFIG, holds_tokenizer
-from shardwise.base.parsing import json_object, json_value
+from shardwise.base.hub import CHAT_TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, holds_tokenizer
+from shardwise.base.parsing import json_object
+from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import FamilyConfig, ModelConfig, checked_model_section, rope_scaling, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, checked_model_section, family_config, rope_scaling
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_tokenizer_config
 
@@ -108,13 +109,13 @@ def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[
 
 
 def config_token_ids(config_file: Root) -> dict[str, Any]:
-    """The ids of special tokens in a `config.json` beside weights; a copy without one has the same default."""
+    """The fields of a `config.json` beside weights that name ids of special tokens; copies have the same defaults."""
     fields = json_object(config_file.read(), str(config_file))
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 
 
 def special_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
-    """The ids of special tokens in the fields of `config.json` whose names end in `suffix`."""
+    """The ids of special tokens in the files beside weights, of the `fields` whose names end in `suffix`."""
     # A model may end a text by any of several tokens: the field is then a list.
     ids: list[int] = []
     for key, value in fields.items():
@@ -122,26 +123,6 @@ def special_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int
             values = value if isinstance(value, Sequence) else [value]
             ids += [number for number in values if isinstance(number, int)]
     return ids
-
-
-def differ_in_tokens(folder: Path, other_folder: Path) -> bool:
-    """True if two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
-    vocabularies = []
-    try:
-        for path in (folder, other_folder):
-            vocabularies.append(_vocabulary(json_value((path / "tokenizer.json").read_text(encoding="utf-8"))))
-        return bool(vocabularies[0] != vocabularies[1])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    """Token → id of a `tokenizer.json`: its model has a mapping of them, or a list of (token, score) in their order."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if not isinstance(vocabulary, dict):
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    # Tokens that were added after the training of the tokenizer stand apart.
-    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
 
 
 _LONGEST = "max_position_embeddings"
@@ -181,10 +162,10 @@ def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
         weights then say nothing more.
     """
     path = folder / "config.json"
-    config = shapes_of(model)
+    config = family_config(model)
     if config is None or not path.exists():
         return _ModelDifferences()
-    stored = read_model(path, config.ignore)
+    stored = model_beside_weights(path, config.ignore)
     if stored.family != config.family:
         raise ConfigError(
             f"model.family ({config.family}) must be that of {path} ({stored.family}){see('checkpoints#other-model')}"
@@ -211,22 +192,13 @@ def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
     return _ModelDifferences(tuple(problems), tuple(changes))
 
 
-def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
-    """The model that a `config.json` beside weights describes; `ignore`: fields that change nothing, as the user says.
+def model_beside_weights(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
+    """The model of stored weights, by the `config.json` beside them; `ignore`: fields without effect, as users say.
 
     Raises:
         ConfigError: the model is not supported, or the file cannot be read: every problem.
     """
-    return validated_model(parse_hugging_face(path.read(), str(path), ignore), str(path))
-
-
-def validated_model(section: Mapping[str, Any], where: str) -> FamilyConfig:
-    """The model of a stored `model` section; ConfigError, with every problem, where `where` describes none."""
-    try:
-        return checked_model_section(section)
-    except ConfigError as error:
-        reasons = error.problems
-    raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons])
+    return checked_model_section(parse_hugging_face(path.read(), str(path), ignore), str(path))
 
 
 def _free_keys(config: FamilyConfig) -> frozenset[str]:

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import INDEX, SHARDS, SINGLE, absent_parts_problem, indexed_weight_files, unconsolidated_files
 from shardwise.base.tensor_box import Box
-from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import NUMBER_IN_BLOCK, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
+from shardwise.checkpoint.format.weight_files import (
+    SHARDS,
+    absent_parts_problem,
+    find_weight_files,
+    unconsolidated_files,
+)
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
@@ -27,8 +31,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""
 TRAINABLE = "float64, float32, float16 or bfloat16"
 """The dtypes that a weight may have, for messages."""
-MAX_INDEX_BYTES = 2**26
-"""Enough for 600,000 tensors of 100 bytes each: a longer file is no index, and is not read into memory."""
 _DIGITS = re.compile(r"(\d+)")
 _LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 """The part of a name that is a number; the first one is the layer's."""
@@ -57,7 +59,7 @@ class StoredTensors:
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             return StoredTensors(folder, manifest.tensors, manifest)
-        files = _weight_files(folder)
+        files = find_weight_files(folder)
         weights: dict[str, TensorEntry] = {}
         parts: dict[tuple[str, str, int], list[PieceEntry]] = {}
         damage: list[str] = []
@@ -154,29 +156,6 @@ def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]])
             "are missing, or there twice"
         )
     return tensors
-
-
-def _weight_files(folder: Root) -> tuple[str, ...]:
-    """The safetensors files of a folder; ConfigError if there are none, or the index names what is not there."""
-    if (folder / SINGLE).exists():
-        return (SINGLE,)
-    index = folder / INDEX
-    if not index.exists():
-        if files := unconsolidated_files(folder.names()):
-            if problems := absent_parts_problem(folder, files):
-                raise ConfigError(problems)
-            return tuple(files)
-        names = listing(folder.names()[:6]) or "nothing"
-        raise ConfigError(
-            f"{folder} must be a checkpoint (with {MANIFEST}) or have safetensors weights ({SINGLE} or {INDEX}): "
-            f"it has {names}"
-        )
-    length = index.size()
-    if length > MAX_INDEX_BYTES:
-        raise ConfigError(
-            f"{index} ({size(length)}) must be an index of safetensors files, which has at most {size(MAX_INDEX_BYTES)}"
-        )
-    return tuple(indexed_weight_files(index.read(), folder, lambda name: (folder / name).exists()))
 
 
 # ---- the order of states and names, and cuts of a tensor
@@ -296,7 +275,7 @@ def tensor_mismatches(
 def differing_tied_copies(
     where: str, tensors: StoredTensors, sources: Mapping[str, Sequence[str]], boxes: Iterable[tuple[str, Box]]
 ) -> list[str]:
-    """Second copies of a tied weight that differ from the first in one of the boxes (canonical name, box).
+    """Stored second copies of a tied weight that differ from the first in one of the boxes (canonical name, box).
 
     Raises:
         StoreError: the weights cannot be read.
@@ -313,7 +292,7 @@ def differing_tied_copies(
 
 
 def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], prefix: str = "") -> Iterator[str]:
-    """Lines `where` + `text`, one for all layers with the same fact.
+    """Lines `where` + `text` on stored tensors, one for all layers with the same fact.
 
     Args:
         where: subject of the lines.

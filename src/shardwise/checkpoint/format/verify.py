@@ -155,7 +155,7 @@ def untiled_tensors(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[st
 
 
 def tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
-    """The reason why pieces, each inside the shape, do not tile it.
+    """The reason why the stored pieces of a tensor, each inside its shape, do not tile it.
 
     None where every element is in exactly one of them: they do not overlap, and have as many elements as the shape.
     """

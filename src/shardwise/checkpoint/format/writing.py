@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import INDEX
 from shardwise.base.progress import progress
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, piece_label
 from shardwise.checkpoint.format.safetensors import DTYPES, safetensors_header
+from shardwise.checkpoint.format.weight_files import INDEX
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root, StoreError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,7 @@ from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, summarize_checkpoint, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import require_ownership
-from shardwise.config import CheckpointConfig, Config, changed_size_stages, resume_problems
-from shardwise.launch.environment import NODE
+from shardwise.config import Config, changed_size_stages, resume_problems
 from shardwise.runs.folder import RunDirectory
 
 _WENT_BACK = "went_back"
@@ -162,16 +160,9 @@ def goes_back(config: Config, manifest: Manifest) -> bool:
 
 
 def recorded_return(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """The last return to an earlier checkpoint, for `schedule` in manifests of a run that continues from this."""
+    """The entry in later manifests' `schedule` on the checkpoint to which a run last returned."""
     if config.checkpoint.resume != "auto":
         # With another value of either, the user asks for another return.
         return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}
     recorded = None if manifest is None else manifest.schedule.get(_WENT_BACK)
     return {} if recorded is None else {_WENT_BACK: recorded}
-
-
-def memory_copy_interval(settings: CheckpointConfig) -> int:
-    """Steps between copies of a training's state in memory; 0: none. By default those of a job's checkpoints."""
-    if settings.memory_every is None and NODE in os.environ:
-        return settings.every
-    return settings.memory_every or 0

@@ -26,10 +26,11 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
-from shardwise.base.hub import FOUND, find_on_hub, has_weights, is_url, place_of_weights
+from shardwise.base.hub import FOUND, find_on_hub
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.format.weight_files import has_weights, place_of_weights
 from shardwise.checkpoint.storage.chunks import require_length
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root, is_url
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _PARTIAL = re.compile(r"\.step-(\d{8,18})\.partial")
@@ -91,7 +92,7 @@ def put_checkpoint_in_place(partial: Root, final: Root) -> None:
 
 
 def summarize_checkpoint(folder: Root, step: int | None = None) -> StepFolder:
-    """One checkpoint, by its manifest and the sizes of its files."""
+    """The `StepFolder` of one checkpoint, by its manifest and the sizes of its files."""
     lengths: dict[str, int] = {}
     manifest: Manifest | None = None
     problem: str | None = None
@@ -121,7 +122,7 @@ def require_step(manifest: Manifest, folder: Root, step: int) -> None:
 
 
 def list_checkpoints(root: Root) -> Iterator[StepFolder]:
-    """The checkpoints in a folder, newest first. A large manifest takes many seconds: each is read when it is needed.
+    """Yield the `StepFolder` of each checkpoint, newest first. A large manifest takes seconds: it is read when needed.
 
     Saves that were not finished locally, and checkpoints that were set aside, are left out.
     """
@@ -382,7 +383,7 @@ def companions_folder(companions: str) -> Root:
 
 
 def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | None]:
-    """A dry run's text on `checkpoint.load`, and the folder of the weights unless it is a hub id; nothing is fetched.
+    """The stored weights that `checkpoint.load` names, as text, and their folder unless on the hub; nothing is fetched.
 
     Raises:
         ConfigError: there are no such weights.
@@ -399,10 +400,10 @@ def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | No
 def _checkpoint_path(run: Root) -> str | None:
     """The `checkpoint.path` of a run's configuration; None where it is not set or cannot be read."""
     # Costly to import, and only needed for a run's folder.
-    from shardwise.base.parsing import yaml_value
+    from shardwise.base.parsing import parse_yaml
 
     try:
-        path = yaml_value((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
+        path = parse_yaml((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
     except (ValueError, KeyError, TypeError):
         return None
     return path if isinstance(path, str) and path else None

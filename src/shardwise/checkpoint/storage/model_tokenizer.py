@@ -7,13 +7,14 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, write_files
-from shardwise.base.hub import holds_tokenizer, tokenizer_names
-from shardwise.checkpoint.format.model_files import differ_in_tokens, files_beside_weights
+from shardwise.base.hub import holds_tokenizer
+from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.open_data import trains_tokenizer
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
+from shardwise.data.tokens.tokenizer_files import differ_in_tokens, tokenizer_names
 
 
 def with_loaded_tokenizer(config: Config, weights: Root | str | None) -> Config:

@@ -68,7 +68,7 @@ _Result = TypeVar("_Result")
 
 
 class StoreError(RunError):
-    """A place of checkpoints cannot be read or written.
+    """Checkpoint storage cannot be read or written.
 
     Attributes:
         missing: there is nothing of that name.
@@ -87,7 +87,7 @@ class StoreError(RunError):
 
 
 class DamageError(StoreError):
-    """Bytes of a checkpoint are not those that were written."""
+    """Checkpoint storage gives other bytes than those that were written."""
 
 
 @dataclass(frozen=True)
@@ -503,3 +503,8 @@ def _sync_and_drop(descriptor: int, start: int, length: int) -> None:
     # Pages that are not on the disk yet cannot go.
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+
+
+def is_url(load: str) -> bool:
+    """True if `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
+    return "://" in load

@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import files, parsing
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, see
+from shardwise.base.parsing import parse_yaml
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_steps, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError, answering_root
-from shardwise.config import CheckpointConfig, Config, parse_yaml, resume_problems
+from shardwise.config import CheckpointConfig, Config, resume_problems
 from shardwise.runs.folder import RunDirectory, RunLock
+from shardwise.runs.json_records import record_instance, record_of_json
 
 OWNER = "run.json"
 
@@ -40,7 +42,7 @@ def run_owner(root: Root) -> RunOwner | None:
     if OWNER not in root.names():
         return None
     try:
-        return parsing.record_instance(RunOwner, parsing.record_of_json((root / OWNER).read(0, files.MOST_BYTES)))
+        return record_instance(RunOwner, record_of_json((root / OWNER).read(0, files.MOST_BYTES)))
     except ValueError:
         return None
 
@@ -89,7 +91,7 @@ def record_owner(root: Root, run: RunOwner) -> None:
 
 
 def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | None:
-    """The stored configuration of the run that `config` continues in `directory`; None where none took a step.
+    """The identity of the run that `config` continues in `directory`, its stored configuration; None: none took a step.
 
     A run that took steps can only be continued with the same model and data.
 
@@ -115,7 +117,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | 
 
 
 def continued_checkpoint(checkpoint: CheckpointConfig, run_path: Path | None) -> Root | None:
-    """The newest checkpoint that the run in a folder has, by its names; it has the weights and the tokenizer.
+    """The newest checkpoint of the run that is continued in a folder, by names; it has weights and tokenizer.
 
     Args:
         run_path: the folder of a run; None where it is to be made.

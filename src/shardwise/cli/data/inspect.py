@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.terminal import printable
 from shardwise.base.units import counted, size
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
@@ -86,7 +87,7 @@ def _show(inspection: Inspection) -> None:
 
 def _show_wrapped(lead: str, value: str, lines: int | None = None) -> None:
     """Print the words of a text after `lead`, as wide as a terminal is; `lines`: the most lines that it takes."""
-    words = output.printable(" ".join(value.split()))
+    words = printable(" ".join(value.split()))
     indent = " " * len(lead)
     wrapped = textwrap.wrap(
         words, _WIDTH, initial_indent=lead, subsequent_indent=indent, max_lines=lines, placeholder=" …",

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.progress import progress
 from shardwise.base.units import counted, size
@@ -41,6 +40,7 @@ from shardwise.data.samples.chat_batches import ConversationBatches, Conversatio
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.chat_template import ChatTemplate, add_chat_template, encode_chats
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
 _RULE = 2
 """Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
@@ -305,7 +305,7 @@ def _preview(request: DataRequest) -> str:
     named = request.data.tokenizer
     template = None
     with contextlib.suppress(ConfigError):  # a tokenizer of the hub may not be here yet
-        template = named and ChatTemplate.or_built_in(hub.resolve_tokenizer(named, cached=True), named)
+        template = named and ChatTemplate.or_built_in(resolve_tokenizer(named, cached=True), named)
     names: set[str] = set()
     for file, reading in zip(source.files, source.readings, strict=True):
         _, chat = next(conversations_of_file(file, reading.kind, source.text_key))
@@ -324,7 +324,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     files, described = files_of_source(source)
     template = None
     if data.tokenizer is not None:
-        template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)
+        template = ChatTemplate.or_built_in(resolve_tokenizer(data.tokenizer), data.tokenizer)
     notes: list[str] = []
     scan = _scan(source, notes.append)
     total = sum(path.stat().st_size for path in files)

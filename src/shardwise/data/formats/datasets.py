@@ -21,7 +21,7 @@ from shardwise.data.formats import inspections, packing_cache, prepared_data, st
 from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
 from shardwise.data.formats.text import TextSplit, plan_text_split
 from shardwise.data.reading.data_manifest import manifest_of_folder, read_manifest
-from shardwise.data.reading.dataset_tables import DataSet, is_saved_data_set, require_datasets_library
+from shardwise.data.reading.dataset_tables import DataSet, is_saved_data_set, place_of_dataset, require_datasets_library
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.reading.token_files import RowFiles
 from shardwise.data.request import DataRequest
@@ -206,7 +206,7 @@ def preview(request: DataRequest) -> str:
     """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
     if request.data.is_hub_dataset:
         require_datasets_library(request.data)
-        return hub.FOUND[hub.find_on_hub(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
+        return hub.FOUND[hub.find_on_hub(place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
     dataset = DataSet.open(request.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.base import hub, units
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
@@ -18,6 +18,7 @@ from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences
 from shardwise.data.samples import batch, causal
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
 if TYPE_CHECKING:
     from shardwise.data.samples import packing
@@ -214,7 +215,7 @@ def require_sentence_pairs(request: DataRequest) -> int:
 
 
 def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = False) -> list[str]:
-    """The problems of keys that need a tokenizer, and none is named; `has_documents`: the data tell their documents."""
+    """The problems of data that are tokens, whose keys need a tokenizer; `has_documents`: they tell their documents."""
     if request.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"
@@ -266,7 +267,7 @@ def other_tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterab
 
 def _digest_of(name: str) -> str | None:
     try:
-        return Tokenizer.load(hub.resolve_tokenizer(name, cached=True)).digest
+        return Tokenizer.load(resolve_tokenizer(name, cached=True)).digest
     except ConfigError:
         return None
 

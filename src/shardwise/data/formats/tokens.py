@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwise.base import hub
 from shardwise.base.errors import DataError
 from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
@@ -24,6 +23,7 @@ from shardwise.data.reading.token_files import (
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
 # An inspection takes seconds: about the most tokens that it looks at.
 _LOOKED_AT = 1 << 22
@@ -105,7 +105,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     if not _is_flat(data):
         rows = RowFiles(data)
         return datasets.inspect_token_rows(rows, data, samples, rows.files, "rows of tokens")
-    named = data.tokenizer and Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)).vocab_size
+    named = data.tokenizer and Tokenizer.load(resolve_tokenizer(data.tokenizer)).vocab_size
     tokens = FlatTokens.open(data, None, named or None)
     documents = tokens.documents
     starts = tokens.begins if documents is None else documents

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, user_path
 from shardwise.base.progress import progress
@@ -18,6 +17,7 @@ from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, Pr
 from shardwise.data.reading import dataset_tables, megatron_files, text_sources
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
 from shardwise.data.tokens.tokenizer import announce_tokenizer_note, open_user_tokenizer
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _TextConversion:
             # Resolved, as a link may lead into the text too.
             if text.is_dir() and job.output.resolve().parent.is_relative_to(text.resolve()):
                 raise ConfigError(f"OUTPUT ({job.output}) must lie outside INPUT ({text}), or it would be read as text")
-        self.tokenizer_path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
+        self.tokenizer_path = resolve_tokenizer(job.tokenizer, announce=announce)
         self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY)
         announce_tokenizer_note(self.tokenizer, announce)
         dataset_tables.fetch_dataset(job.data, announce)

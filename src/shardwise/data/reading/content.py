@@ -43,7 +43,7 @@ _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
 class HubFile(NamedTuple):
-    """A file on the hub (hf://…): each read goes over the network, and nothing is kept."""
+    """The content of a data file on the hub (hf://…): each read goes over the network, and nothing is kept."""
 
     address: str
 

@@ -393,7 +393,7 @@ def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> N
 
 def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _HubTables:
     """The repository that `data.dataset` names; of a loading script, the hub's conversion of its data."""
-    files = hub.place_of_dataset(data.name, BUILT_IN_TEXTS)
+    files = place_of_dataset(data.name, BUILT_IN_TEXTS)
     folder = hub.fetch_or_open(files, cached=cached, announce=announce)
     key = f"data.dataset ({data.name})"
     converted = files.revision == _CONVERTED
@@ -459,3 +459,19 @@ def open_arrow_table(paths: Sequence[Path]) -> Any:
                 f"{path} is cut off or damaged ({first_line(error)}): copy or save the data set again"
             ) from None
     return arrow.concat_tables(tables)
+
+
+def place_of_dataset(named: str, built_in: Iterable[str]) -> hub.HubFiles:
+    """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
+    key = f"data.dataset ({named})"
+    repository, revision = hub.split_revision(named, key)
+    near = nearest_name(repository, built_in)
+    hint = f"; did you mean data.dataset={near}?" if near else ""
+    must = f"{key} must be {listing(built_in, 'or')} or a hub id"
+    if "/" in named and user_path(named).exists():
+        raise ConfigError(f"{must}, it is a path: set data.path={named}")
+    if not hub.HUB_ID.fullmatch(repository):
+        raise ConfigError(f"{must}, and a path is named by data.path: {hub.HUB_ID_RULE}{hint}")
+    # The card and the list of large files name the configurations; the last is its loading script, if it has one.
+    patterns = ("README.md", ".gitattributes", f"{repository.rpartition('/')[2]}.py")
+    return hub.HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint, verified=True)

@@ -156,7 +156,7 @@ def json_line(line: bytes, where: Callable[[], str], key: str, read: Callable[[s
 
 
 def json_type(value: Any) -> str:
-    """The name of the type of a JSON value, for messages; `null` as JSON spells it."""
+    """The name of the type of a value in a row of JSON lines, for messages; `null` as JSON spells it."""
     return "null" if value is None else type(value).__name__
 
 

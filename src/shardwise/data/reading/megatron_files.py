@@ -327,7 +327,7 @@ def megatron_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ChangedFilesError(DataError):
-    """Files of data that were read or written before have changed."""
+    """Data files have changed since they were read or written."""
 
 
 class UnfinishedIndex:

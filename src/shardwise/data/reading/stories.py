@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.base.parsing import yaml_value
+from shardwise.base.parsing import parse_yaml
 
 GRAMMAR = Path(__file__).parent.parent / "corpus" / "stories.yaml"
 STORIES = 4000
@@ -23,7 +23,7 @@ _Choice = TypeVar("_Choice")
 
 def stories() -> Iterator[str]:
     """All stories of the built-in text, in their order."""
-    grammar = yaml_value(GRAMMAR.read_text(encoding="utf-8"), GRAMMAR.name)
+    grammar = parse_yaml(GRAMMAR.read_text(encoding="utf-8"), GRAMMAR.name)
     for number in range(STORIES):
         yield _story(grammar, number)
 

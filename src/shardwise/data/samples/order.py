@@ -115,7 +115,7 @@ def mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def mix_integer(*values: int) -> int:
-    """One hash of several integers, by which samples are shuffled; for a single one the same as `mix_bits`."""
+    """The hash by which samples are shuffled, of several integers; for a single one the same as `mix_bits`."""
     state = 0
     for value in values:
         state = ((state ^ value) + _GOLDEN) & _MASK
@@ -126,7 +126,7 @@ def mix_integer(*values: int) -> int:
 
 
 def hashes_below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
-    """Each hash as an integer of 0 … `limit` - 1, equally likely to within `limit` / 2³²; `limit` is at most 2³².
+    """Each sample's hash as an integer of 0 … `limit` - 1, equally likely to within `limit` / 2³²; `limit` ≤ 2³².
 
     The first 32 bits of a hash are a fraction of 1 in units of 2⁻³²; the result is that fraction of the limit, rounded
     down. Both factors are below 2³² or equal to it, so their product fits 64 bits.

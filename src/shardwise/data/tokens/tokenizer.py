@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data.rows import PairTokens
@@ -31,6 +30,7 @@ from shardwise.data.tokens.tokenizer_files import (
     TokenizerFiles,
     read_tokenizer_file,
     read_tokenizer_json,
+    resolve_tokenizer,
     tokenizers_library_errors,
 )
 
@@ -378,7 +378,7 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
 
 
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:
-    """Copies the user's tokenizer into `folder`, and adds the files that transformers needs and that are missing.
+    """Copies the tokenizer of `data.tokenizer` into `folder`, with the files that transformers needs besides.
 
     Whatever its kind is, `folder` then has a `tokenizer.json` that gives the same ids.
     """
@@ -397,6 +397,6 @@ def keep_user_tokenizer(
 
 def _files(path: str) -> TokenizerFiles:
     try:
-        return TokenizerFiles.find(hub.resolve_tokenizer(path, cached=True))
+        return TokenizerFiles.find(resolve_tokenizer(path, cached=True))
     except ConfigError as error:
         raise DataError(error.problems) from None

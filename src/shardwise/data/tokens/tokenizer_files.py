@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base import hub
 from shardwise.base.errors import DataError, listing
-from shardwise.base.files import reason_of
+from shardwise.base.files import reason_of, user_path
 from shardwise.base.parsing import json_value
 from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
 
@@ -57,6 +57,7 @@ _CONVERT_PIECES = _CONVERT.replace("transformers:", "transformers 5.24 or newer,
 _CUT_BEFORE = "cut the texts by sentencepiece, and give the tokens as data.path (docs/token-files.md)"
 # The mark that SentencePiece puts in place of a space.
 SPACE = "▁"
+_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ class TokenizerFiles:
         if path.is_dir():
             return cls._in_folder(path)
         if not path.exists():
-            raise DataError(
-                f"{path} does not exist: a tokenizer is {hub.tokenizer_names()}, or a folder that holds one"
-            )
+            raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
         names = next((names for names in hub.TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
             kind = {".model": PIECES, ".tiktoken": PIECES, ".txt": WORDS}.get(path.suffix, hub.TOKENIZER)
@@ -97,7 +96,7 @@ class TokenizerFiles:
         for names in hub.TOKENIZERS:
             if present.issuperset(names):
                 return cls.find(folder / names[0])
-        raise DataError(hub.no_tokenizer_text(f"the folder {folder}", present))
+        raise DataError(no_tokenizer_text(f"the folder {folder}", present))
 
     @property
     def copies(self) -> dict[str, Path]:
@@ -441,3 +440,55 @@ def token_content(value: object) -> str | None:
     """The text of a token, which files of tokenizers give as text or with its flags; None if the value is no token."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None
+
+
+def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """The file or folder that `data.tokenizer` names, see `hub.fetch_or_open`; a hub id may end in `@REVISION`."""
+    return hub.fetch_or_open(place_of_tokenizer(named), cached=cached, announce=announce)
+
+
+def place_of_tokenizer(named: str) -> Path | hub.HubFiles:
+    """The path that `data.tokenizer` names, else the files that it names on the hub; ConfigError if it is neither."""
+    path = user_path(named)
+    if path.exists():
+        return path
+    key = f"data.tokenizer ({named})"
+    repository, revision = hub.split_revision(named, key)
+    is_file = path.suffix in (".json", ".txt", ".model")
+    hub.require_hub_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
+    return hub.HubFiles(
+        "data.tokenizer", repository, revision, (*hub.TOKENIZER_FILES, *hub.LICENCES),
+        lacking=lambda names: None if hub.holds_tokenizer(names) else no_tokenizer_text(key, names),
+        verified=True,
+    )  # fmt: skip
+
+
+def tokenizer_names() -> str:
+    """The files that can be a tokenizer, for messages."""
+    return listing([" with ".join(kind) for kind in hub.TOKENIZERS], "or")
+
+
+def no_tokenizer_text(shown: str, names: Iterable[str]) -> str:
+    """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
+    contents = f"it has {listing(sorted(names), most=_SHOWN)}" if names else "it is empty"
+    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
+
+
+def differ_in_tokens(folder: Path, other_folder: Path) -> bool:
+    """True if two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
+    vocabularies = []
+    try:
+        for path in (folder, other_folder):
+            vocabularies.append(_vocabulary(json_value((path / "tokenizer.json").read_text(encoding="utf-8"))))
+        return bool(vocabularies[0] != vocabularies[1])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Token → id of a `tokenizer.json`: its model has a mapping of them, or a list of (token, score) in their order."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    # Tokens that were added after the training of the tokenizer stand apart.
+    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}

@@ -7,11 +7,16 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.distributed import placement
 from shardwise.distributed.mesh import Group
 from shardwise.layers.bitwise.products import Section, column_products
 from shardwise.layers.bitwise.replicated import SequenceParts, apply_by_sequence_part
-from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+from shardwise.layers.embedding import (
+    ParallelEmbedding,
+    ParallelLMHead,
+    ReplicatedEmbedding,
+    add_head_leaf,
+    head_leaf,
+)
 
 
 def _by_part_of_samples(
@@ -53,12 +58,12 @@ class BitEqualLMHead(ParallelLMHead):
     def prepare(self) -> None:
         self._section = Section(len(self.weight))
         if self.is_tied:
-            placement.add_head_leaf(self.weight)
+            add_head_leaf(self.weight)
 
     @property
     def _used_weight(self) -> Tensor:
         """The weight, or the leaf by which its gradient as the head's weight is kept apart."""
-        leaf = placement.head_leaf(self.weight)
+        leaf = head_leaf(self.weight)
         return self.weight if leaf is None else leaf
 
     @property

@@ -21,8 +21,8 @@ from shardwise.distributed.torch_private import has_data, onednn_linear
 from shardwise.layers.matmul import by_onednn, linear, weight_gradient_in_runs, writes_in_place
 
 
-def fold(parts: Iterable[Tensor]) -> Tensor:
-    """Return the sum of a power of two of tensors in the order of `collectives.tree_sum`; overwrites them.
+def fold_products(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of products of parts, a power of two of them, in the order of `tree_sum`; overwrites them.
 
     At most 1 + log2 of their number are held at once.
     """
@@ -155,7 +155,7 @@ def _inputs_by_part(count: int, dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], count: int, *, trained: bool = True) -> Tensor:
-    """Return the sum over parts of `Σ_k X_k A_kᵀ` in the order of `fold`: xs and weights `[P, …, w_k]` → `[T, O]`.
+    """Return `Σ_k X_k A_kᵀ` summed over parts as `fold_products` does: xs and weights `[P, …, w_k]` → `[T, O]`.
 
     `trained`: as in `multiply_parts`.
     """
@@ -179,11 +179,11 @@ def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
         for x, weight in zip(parts[1:terms], parts[terms + 1 :], strict=True):
             first = _add_linear(first, x, weight)
         sums.append(first)
-    return fold(sums)
+    return fold_products(sums)
 
 
 def _sum_by_part(count: int, *operands: Tensor) -> Tensor:
-    return fold(_part_of_sum([alone(operand[number]) for operand in operands]) for number in range(count))
+    return fold_products(_part_of_sum([alone(operand[number]) for operand in operands]) for number in range(count))
 
 
 def _part_of_sum(operands: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 A group with a `grain` of G ranks at most makes each sum over a dimension that it cuts of G parts. Each of its g ranks
 computes G/g of them, with the shapes that one of G ranks would have, and the parts are added in one binary tree: first
-those of a rank (`fold`), then those of the ranks (`collectives.tree_sum`).
+those of a rank (`fold_products`), then those of the ranks (`collectives.tree_sum`).
 
 Shapes per rank: P = G/g parts; T tokens; I input features; O output features; w features of a part.
 """

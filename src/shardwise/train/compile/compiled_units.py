@@ -36,14 +36,14 @@ from shardwise.distributed.torch_private import (
 from shardwise.layers.dropout import DropoutKey, Place, define_dropout
 from shardwise.layers.loss import ChunkLosses, VocabularyShard, chunk_losses
 from shardwise.layers.matmul import define_add_product, define_linear, graph_gradients
-from shardwise.models.blocks import Context
+from shardwise.models.blocks import BlockContext
 
 BLOCK = "block"
 HEAD = "loss of the head"
 
 
 def compiled_unit_of_block(model: FamilyConfig, layer: int) -> str:
-    """Return the compiled unit of a family's block: in some models a part has rotary positions or a window."""
+    """Return the unit to compile of a family's block: in some models a part has rotary positions or a window."""
     rotary = "" if not model.rotary_dim or model.rotates(layer) else " without rotary positions"
     return f"{BLOCK}{rotary}{'' if model.window(layer) is None else ' with a window'}"
 
@@ -125,7 +125,7 @@ class Compilation:
         traced = self._traced(type(block).forward)
 
         def forward(block: nn.Module, *args: Any, **options: Any) -> Any:
-            if len(args) == 2 and isinstance(context := args[1], Context):
+            if len(args) == 2 and isinstance(context := args[1], BlockContext):
                 # A prompt has any length, and a graph is for one length.
                 if context.cache is not None:
                     return eager(*args)

@@ -23,7 +23,7 @@ import shardwise
 from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config, Layout, ModelConfig, TrainConfig
 from shardwise.distributed import devices
-from shardwise.models.build import products_add_in_graphs
+from shardwise.models.build import model_adds_products_in_graphs
 from shardwise.models.user_model import check_user_model
 from shardwise.train.compile.compiled_units import BLOCK, HEAD, compiled_unit_of_block, compiler_backend
 from shardwise.train.compile.graph_cache import Facts
@@ -90,7 +90,7 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         if facts["compile.backend"] == "inductor":
             facts["compiler and processor"] = _compiler()
     if training:
-        facts["weight gradients"] = "added" if products_add_in_graphs(config, device) else "returned"
+        facts["weight gradients"] = "added" if model_adds_products_in_graphs(config, device) else "returned"
     model = config.model.model_dump(mode="json", exclude=_OUTSIDE_OF_GRAPHS)
     return facts | {f"model.{key}": value for key, value in model.items()}
 

@@ -30,7 +30,7 @@ from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.layers.units import WeightScales
 from shardwise.models.blocks import ModelPart
-from shardwise.models.build import build_model, products_add_in_graphs
+from shardwise.models.build import build_model, model_adds_products_in_graphs
 from shardwise.train.compile.compiled_units import HEAD, Compilation, compiled_unit_of_block
 from shardwise.train.compile.run_graphs import FOLDER_VARIABLE
 from shardwise.train.mean_loss import MicroBatch
@@ -69,7 +69,7 @@ def _capture_graph(
     part = None if config.model.is_own else _part(config.known_shapes, unit)
     settings = config.compile
     batch = _batch(config, torch.device("cpu") if only_capture else device).part(mesh.cp)
-    adds = training and products_add_in_graphs(config, device)
+    adds = training and model_adds_products_in_graphs(config, device)
     with fake_tensors() if only_capture else nullcontext():
         if only_capture:
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import RunOwner, earlier_run, record_owner
-from shardwise.config import dump_yaml
 from shardwise.runs.folder import RunDirectory
 from tests.dist.training import make_config
 from tests.stored import write_checkpoint

@@ -17,11 +17,11 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.root import Root
-from shardwise_use.importing.hugging_face import ForeignModel, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import ImportedModel, write_imported_checkpoint
 from tests.hugging_face import open_folder
 
 
-def write(opened: ForeignModel, root: Path, **options: Any) -> Path:
+def write(opened: ImportedModel, root: Path, **options: Any) -> Path:
     """Write the checkpoint and verify it."""
     folder = write_imported_checkpoint(opened, Root.of(root), **options).folder
     assert verify_checkpoint(folder).sound
@@ -46,7 +46,7 @@ def in_module(name: str, kind: type) -> Iterator[None]:
             del sys.modules[each]
 
 
-def states_of(opened: ForeignModel) -> dict[str, dict[str, torch.Tensor]]:
+def states_of(opened: ImportedModel) -> dict[str, dict[str, torch.Tensor]]:
     """State → canonical name → values; the weights are the state `model`."""
     states: dict[str, dict[str, torch.Tensor]] = {}
     for each in opened.tensors:
@@ -83,7 +83,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def assert_same_model(opened: ForeignModel, original: Any, at: Path) -> None:
+def assert_same_model(opened: ImportedModel, original: Any, at: Path) -> None:
     """Tensors equal to the bit to what `original` saved in `at`, and logits equal where transformers opens both."""
     folder = write(opened, at / "ours")
     assert_equal(weights(folder), weights(at / "saved"))

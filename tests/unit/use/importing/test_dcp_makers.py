@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.base.hub import check_weights
+from shardwise.checkpoint.format.weight_files import check_weights
 from shardwise.checkpoint.storage.root import Root
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, write_imported_checkpoint
 from shardwise_use.importing.olmo_core import open_olmo_core
 from shardwise_use.importing.torch_dcp import DcpFolder
 from shardwise_use.importing.torchtitan import open_torchtitan
@@ -158,7 +158,7 @@ def olmo(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def assert_is(opened: ForeignModel, weights: Mapping[str, Tensor], folder: Path) -> ForeignProgress:
+def assert_is(opened: ImportedModel, weights: Mapping[str, Tensor], folder: Path) -> ImportedProgress:
     """The weights and moments of a checkpoint to the bit, once it is written."""
     found = states_of(opened)
     assert_equal(found["model"], weights)

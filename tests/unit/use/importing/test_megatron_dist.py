@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
 from shardwise_use.importing.megatron import open_megatron
 from tests.command_line import CommandLine
 from tests.hugging_face import VOCABULARY, save
@@ -48,12 +48,12 @@ def dist(folder: Path, case: str, *form: str, layers: int = 2, **args: Any) -> P
     return write_dist(source(folder, case, layers, **args)[1], folder / "megatron", *form)
 
 
-def progress_of(opened: ForeignModel) -> ForeignProgress:
+def progress_of(opened: ImportedModel) -> ImportedProgress:
     assert opened.progress is not None, opened.notes
     return opened.progress
 
 
-def assert_moments(opened: ForeignModel) -> None:
+def assert_moments(opened: ImportedModel) -> None:
     assert progress_of(opened).updates == 98
     found = states_of(opened)
     assert found.keys() == {"model", "exp_avg", "exp_avg_sq"}

@@ -18,7 +18,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.cli import import_
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
 from shardwise_use.importing.nemo import open_nemo
 from shardwise_use.importing.neuronx import open_neuronx
 from tests.hugging_face import VOCABULARY, make, save
@@ -37,7 +37,7 @@ def of_model(model: Any, power: int, scale: float = 0.5) -> dict[str, Tensor]:
     return {name: (scale * tensor.detach()) ** power for name, tensor in named.items()}
 
 
-def assert_states(found: ForeignModel, **wanted: Mapping[str, Tensor]) -> None:
+def assert_states(found: ImportedModel, **wanted: Mapping[str, Tensor]) -> None:
     """To the bit, for every weight of the model."""
     states = states_of(found)
     for state, tensors in wanted.items():
@@ -159,12 +159,12 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, tuple[di
     return model, folder, (of_model(model, 1), of_model(model, 2))
 
 
-def settings_of(done: ForeignProgress) -> OptimizerConfig:
+def settings_of(done: ImportedProgress) -> OptimizerConfig:
     keys = {key.removeprefix("optimizer."): value for key, value in done.keys.items() if key.startswith("optimizer.")}
     return OptimizerConfig.model_validate(keys)
 
 
-def opened(parts: Any, folder: Path, **options: Any) -> ForeignModel:
+def opened(parts: Any, folder: Path, **options: Any) -> ImportedModel:
     model, saved, moments = parts
     return open_neuronx(neuronx_shards.write(model, folder, moments=moments, tp=2, **options), saved)
 
@@ -337,4 +337,4 @@ def test_a_rank_of_nemo_that_is_missing_is_told(tmp_path: Path) -> None:
 def test_weights_alone_have_no_progress() -> None:
     """Of every format, also of those that are opened with their progress."""
     given = argparse.Namespace(weights_only=True, samples=None, tokens=None)
-    assert import_._completed(ForeignProgress(3, ()), given) is None
+    assert import_._completed(ImportedProgress(3, ()), given) is None

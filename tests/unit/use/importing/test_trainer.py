@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import ImportedModel, open_hugging_face, write_imported_checkpoint
 from shardwise_use.importing.hugging_face_trainer import _curve_points, with_trainer_progress
 from tests.hugging_face import CASES
 from tests.sweeps import few
@@ -25,7 +25,7 @@ from tests.unit.use.importing.checks import assert_equal, changed, problems, sta
 from tests.unit.use.importing.trainer_files import save
 
 
-def opened(folder: Path) -> ForeignModel:
+def opened(folder: Path) -> ImportedModel:
     return with_trainer_progress(open_hugging_face(Root.of(folder)), folder)
 
 

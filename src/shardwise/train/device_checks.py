@@ -1,4 +1,4 @@
-"""Messages for a device with too little memory for a training: the check before the start, and the error afterwards."""
+"""Checks that a device can train: its memory and dtypes before the start, and the error where memory ran out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _allocator_line(device: torch.device) -> str:
 
 
 def memory_for_steps(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes that each rank on this machine may use on such a device to train; None if nobody knows.
+    """Check how many bytes each rank of this machine may use to train on a device; None if nobody knows.
 
     Ranks on the CPU share what the machine has available.
     """
@@ -67,7 +67,7 @@ def memory_for_steps(device: torch.device, ranks: int) -> int | None:
 
 
 def config_for_device_memory(config: Config, layout: Layout, mesh: Mesh) -> tuple[Config, str | None]:
-    """Return the configuration with what its keys leave to the memory of the ranks' devices, and that as a text.
+    """Fit a training's configuration to its devices: return it with what its keys leave to their memory, and a text.
 
     Collective.
 
@@ -149,7 +149,7 @@ def _require_state_fits(state: int, step: int, limit: int, limit_text: str, whos
 
 
 def require_matmul_support(matmul: str | None, device: torch.device) -> None:
-    """Check before a training that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
+    """Check that this rank's device can train with `precision.matmul`; ConfigError if it does not multiply so."""
     if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(
             f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "

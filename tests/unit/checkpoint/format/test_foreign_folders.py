@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import check_weights, no_weights_text
+from shardwise.checkpoint.format.weight_files import check_weights, no_weights_text
 from shardwise.cli import main
 
 FOLDERS = {

@@ -53,7 +53,7 @@ class LocalDevice:
 
 @dataclass
 class DeviceList:
-    """The devices of this machine, and `problems`: sentences on those that could not be asked."""
+    """The devices of this machine's hardware, and `problems`: sentences on those that could not be asked."""
 
     devices: list[LocalDevice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.base.errors import REMOVED
 from shardwise.cli import main
 from shardwise.cli.entry import COMMANDS
+from shardwise.config.suggestions import REMOVED
 
 
 @pytest.mark.parametrize("spelling", REMOVED)

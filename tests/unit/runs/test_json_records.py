@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import json_value, record_instance, record_of_json, typed_record
+from shardwise.base.parsing import json_value
+from shardwise.runs.json_records import record_instance, record_of_json, typed_record
 from shardwise_jobs.restarts import AttemptEnding
 from tests.monitor_runs import ending
 

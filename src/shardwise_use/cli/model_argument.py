@@ -12,17 +12,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import hub
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import reason_of, user_path, write_files
 from shardwise.base.hardware import accelerators
-from shardwise.base.hub import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_url, tokenizer_names
+from shardwise.base.hub import holds_tokenizer
 from shardwise.base.mesh_axes import DIVIDING_KEYS
 from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION, resolve_weights
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, parse_step, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root, StoreError, is_url
 from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from_sections, names_chat, values_at_step
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
@@ -30,6 +30,7 @@ from shardwise.config.model import ModelConfig, UserModelConfig
 from shardwise.config.suggestions import suggestions
 from shardwise.data.open_data import data_format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer, tokenizer_names
 from shardwise.launch.environment import Rank
 from shardwise.launch.local import launch_without_run
 
@@ -173,9 +174,7 @@ def open_model_folder(
     if parse_step(Path(target).name) is not None and not user_path(target).exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
-        path = hub.resolve_weights(
-            target, None if revision is None else str(revision), cached=cached, announce=announce
-        )
+        path = resolve_weights(target, None if revision is None else str(revision), cached=cached, announce=announce)
     return _open_hugging_face(path, user_model)
 
 
@@ -342,7 +341,7 @@ def tokenizer_of_command(
     """
     path = config.data.tokenizer
     assert path is not None
-    tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, cached=cached, announce=announce))
+    tokenizer = Tokenizer.load(resolve_tokenizer(path, cached=cached, announce=announce))
     if tokenizer.vocab_size > config.model.vocab_size:
         shown = folder.name if path == folder.tokenizer else path
         raise ConfigError(

@@ -12,7 +12,7 @@ from shardwise.config import Config, Layout, config_from_sections
 from shardwise.distributed import devices
 from shardwise.distributed.devices import is_out_of_memory
 from shardwise.estimates.memory import expected_memory
-from shardwise.train.device_memory import out_of_memory_text, require_device
+from shardwise.train.device_checks import out_of_memory_text, require_device
 from shardwise.train.step_record import Progress
 
 MODEL = {
@@ -182,7 +182,7 @@ def test_a_model_that_does_not_fit_is_told_before_the_start(
 def test_fault_04_the_ranks_of_a_machine_share_its_memory(
     available: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.train.device_memory.available_memory", lambda: available)
+    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: available)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
     train = {"sequence_length": 2**14, "micro_batch": 2, "global_batch": 16}
@@ -197,9 +197,9 @@ def test_offloaded_state_must_fit_into_the_memory_of_the_host(
 ) -> None:
     offloaded = config(optimizer={"lr": 1e-3, "offload": True})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("shardwise.train.device_memory.available_memory", lambda: GIB)
+    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)
     assert require_device(offloaded, Layout(2), 0, accelerator) is None
-    monkeypatch.setattr("shardwise.train.device_memory.available_memory", lambda: 2**16)
+    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: 2**16)
     with pytest.raises(ConfigError, match=r"^the optimizer state of the 2 ranks on this machine \(.*\), which"):
         require_device(offloaded, Layout(2), 0, accelerator)
     assert require_device(config(), Layout(2), 0, accelerator) is None

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.base.errors import ConfigError, listing, removed_text
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config.base_section import PROBLEMS, Section
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
@@ -22,18 +22,18 @@ def refusal(error: ValidationError, section: str, family: str = "") -> ConfigErr
     """The error for a section that is read by itself, from what pydantic says."""
     problems = []
     for details in error.errors(include_url=False):
-        problems += error_texts({**details, "loc": (section, *details["loc"])}, family)
+        problems += error_messages({**details, "loc": (section, *details["loc"])}, family)
     return ConfigError(list(dict.fromkeys(problems)))
 
 
-def error_texts(details: Any, family: str = "") -> list[str]:
+def error_messages(details: Any, family: str = "") -> list[str]:
     """The messages of one pydantic error. `family`: family of the `model` section, whose keys may be suggested."""
     kind = details["type"]
     context = details.get("ctx", {})
     location = details["loc"]
     # A set has the keys of the section data, and what is wrong with one of them is told as of that section.
     if location[:2] == ("evaluation", "sets") and (len(location) > 3 or (len(location) == 3 and kind == PROBLEMS)):
-        texts = error_texts({**details, "loc": ("data", *location[3:])}, family)
+        texts = error_messages({**details, "loc": ("data", *location[3:])}, family)
         # The first word is a key, known or not.
         prefix = f"evaluation.sets.{location[2]}."
         return [as_keys_of_set(re.sub(r"^data\.", prefix, text), location[2]) for text in texts]
@@ -108,7 +108,7 @@ def _list_rule(field: FieldInfo) -> str:
 def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_model: bool) -> list[str]:
     """The messages for an unknown key; those of an unknown section are about its keys, unless its name is a slip."""
     # Reads the names of other programs from a file.
-    from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestions
+    from shardwise.config.suggestions import reason_without_key, removed_text, section_suggestion, suggestions
 
     if is_own_model:
         # Its class has keys of its own, and those that other models have are no advice.

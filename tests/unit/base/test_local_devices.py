@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.local_devices import DeviceProcess, LocalDevice, devices_of_machine
 from shardwise.runs.folder import RunLock
-from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices_of_machine
-from shardwise_watch.run import RunView, ranks_by_process
+from shardwise_watch.run import RunView, live_ranks_by_process
 from tests import monitor_runs
 from tests.monitor_runs import GIB, Mesh, Start, write_run
 
@@ -167,9 +167,9 @@ def test_processes_are_ranks_of_runs_that_go_on_here(tmp_path: Path, monkeypatch
     monkeypatch.setattr(monitor_runs, "FIRST_PID", own)
     path = write_run(tmp_path / "run", [Start(0, 3, None)], mesh=Mesh(1, 2, 1, 2), steps=9)
     ended = write_run(tmp_path / "ended", [Start(0, 3)], mesh=Mesh(1, 2, 1, 2))
-    assert ranks_by_process([RunView(path, all_steps=False)]) == {}, (
+    assert live_ranks_by_process([RunView(path, all_steps=False)]) == {}, (
         "it was killed, and its process may be another program's"
     )
     with RunLock(path):
-        found = ranks_by_process([RunView(path, all_steps=False), RunView(ended, all_steps=False)])
+        found = live_ranks_by_process([RunView(path, all_steps=False), RunView(ended, all_steps=False)])
     assert found == {own: DeviceProcess(own, "run", 0)}

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.storage.root import Root
-from shardwise.cli import main, model_argument
-from shardwise.cli.model_argument import ModelFolder
+from shardwise.cli import main
 from shardwise.config import UserModelConfig, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise_use.cli import model_argument
+from shardwise_use.cli.model_argument import ModelFolder
 from tests.command_line import CommandLine
 from tests.hugging_face import save
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.config.recipe_files import dump_yaml, parse_value, parse_yaml
+from shardwise.base.parsing import dump_yaml, parse_value, parse_yaml
 
 SCALARS = {
     "1e-4": 1e-4, "1E5": 1e5, "-2.5": -2.5, ".5": 0.5, "3.": 3.0, "1_000": 1000, "1_0.2": 10.2, "1_": "1_",
