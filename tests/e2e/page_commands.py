@@ -134,9 +134,10 @@ class Reader:
 
     def _small(self, arguments: list[str]) -> list[str]:
         """The arguments of a training, and those that make it small."""
-        found = [argument for argument in self._newest(arguments) if not re.match(r"data\.(dataset|config)=", argument)]
+        large = re.compile(r"data\.(dataset=(?!stories)|config=)")
+        found = [argument for argument in self._newest(arguments) if not large.match(argument)]
         recipe = next(argument for argument in found if argument in RECIPES)
-        if not re.search(r"data\.(path|blend)=", " ".join(found)):
+        if not re.search(r"data\.(path|blend|dataset)=", " ".join(found)):
             found = [*(argument for argument in found if not argument.startswith("data.split=")), "data.dataset=tiny"]
         found += RECIPES[recipe]
         if any(argument.startswith("data.path=bert_pretrain") for argument in found):

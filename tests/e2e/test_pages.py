@@ -51,9 +51,6 @@ ELSEWHERE = {
     ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
     ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
     ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
-    ("docs/documents.md", "Whole documents in a sample"): (
-        "tests/e2e/test_documents.py::test_packed_documents_go_on_at_another_layout"
-    ),
     ("docs/data.md", "Preparing data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/planner.md", "This machine, and a run that was"): (
