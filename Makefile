@@ -58,9 +58,8 @@ test-all: env test-packages
 	$(PYTEST) --device strict tests/dist/test_cells.py tests/dist/test_checkpoint.py tests/e2e $(ARGS)
 	$(PYTEST) --device neuron-like $(addprefix tests/,$(LIKE_NEURON)) $(ARGS)
 
-LIKE_NEURON := dist/test_cells.py dist/test_checkpoint.py dist/test_bits.py dist/test_composition.py \
-	dist/test_device_benchmark.py dist/test_state_hash.py dist/test_non_finite.py e2e/test_device.py e2e/test_stages.py \
-	e2e/test_stopping.py
+LIKE_NEURON := dist/test_cells.py dist/test_checkpoint.py dist/test_bits.py \
+	dist/test_state_hash.py dist/test_non_finite.py e2e/test_device.py e2e/test_stages.py e2e/test_stopping.py
 
 # The tests of devices on this machine's accelerator; DEVICE=strict or DEVICE=cpu chooses another (docs/devices.md).
 test-device: env

@@ -29,12 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS_OF_RANKS = (
     "tests/dist/test_bits.py",
     "tests/dist/test_cells.py",
-    "tests/dist/test_composition.py",
     "tests/dist/test_checkpoint.py::test_reshard",
     "tests/dist/test_checkpoint.py::test_resume_at_the_same_layout_is_exact",
     "tests/dist/test_checkpoint.py::test_reshard_over_pipelines",
     "tests/dist/test_checkpoint.py::test_other_precision_and_bucket_size",
-    "tests/dist/test_device_benchmark.py",
 )
 TESTS_OF_COMMANDS = ("tests/e2e/test_device.py",)
 """Those that train on the device. All others compare small parts of the code, on the CPU alone."""

@@ -37,7 +37,7 @@ def train(cell: Cell, backend: str | None = None) -> Bits:
         torch._dynamo.reset()
         compilation = config.compile.model_copy(update={"enabled": True, "backend": backend})
         config = config.model_copy(update={"compile": compilation})
-    mesh = shared_mesh(cell.tensor, cell.pipeline, tuple(config.grains.items()), cell.context)
+    mesh = shared_mesh(cell.tensor, cell.pipeline, tuple(config.grains.items()), cell.context, cell.expert)
     data = make_data(config.model.vocab_size, samples=64, pairs="nsp" in config.model.objectives)
     trainer = build_trainer(config, mesh, data)
     records = [trainer.step() for _ in range(STEPS)]

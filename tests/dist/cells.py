@@ -37,11 +37,20 @@ GRAIN = 8
 """Parts of the sums over a cut dimension, of cells with `bitwise`: more than there are ranks."""
 
 DROPOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", *FACTS), ("attention_dropout",)),
+    **dict.fromkeys(("llama", *FACTS, "olmoe", "qwen3_moe", "mixtral", "glm4_moe"), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+SPARSE: dict[str, dict[str, Any]] = {
+    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "qwen3_moe": EXPERTS | {"family": "qwen3_moe", "num_experts": 8, "head_dim": 8, "mlp_only_layers": [1]},
+    "mixtral": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "glm4_moe": EXPERTS | {"family": "glm4_moe", "n_routed_experts": 8, "head_dim": 8, "n_group": 4, "topk_group": 2},
+}
+"""Families with experts, which have all objectives of routers that micro-batches and ranks add up."""
+OBJECTIVES = {"router_sequence_loss": 0.1, "router_batch_loss": 0.1, "router_z_loss": 0.01}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "gpt": {"tie_word_embeddings": False},
@@ -59,7 +68,7 @@ class Cell:
     """One training.
 
     Attributes:
-        family: of FAMILIES or FACTS. variant: whether it is that of VARIANTS.
+        family: of FAMILIES, FACTS or SPARSE. variant: whether it is that of VARIANTS.
         documents: documents end within samples, and see nothing of each other. uneven: samples count differently many
             targets.
         bitwise: with `train.bitwise`. data_grain: `train.data_grain`. context_grain: `parallel.context_grain`.
@@ -89,6 +98,7 @@ class Cell:
     recompute: str = "none"
     context: int = 1
     context_keys: str = "gather"
+    expert: int = 1
     dropout: bool = False
     mode: str = "float32"
     matmul: str | None = None
@@ -131,7 +141,7 @@ class Cell:
     def name(self) -> str:
         cut = [
             f"{axis}{degree}"
-            for axis, degree in (("tp", self.tensor), ("cp", self.context), ("dp", self.data))
+            for axis, degree in (("tp", self.tensor), ("cp", self.context), ("dp", self.data), ("ep", self.expert))
             if degree > 1
         ]
         if self.pipeline > 1:
@@ -151,21 +161,13 @@ class Cell:
     def alone(self) -> Cell:
         """The same training in one process, as one micro-batch."""
         one = Cell()
-        layout = (
-            "schedule",
-            "pipeline",
-            "stages",
-            "tensor",
-            "sequence",
-            "overlap",
-            "vocab_multiple",
-            "data",
-            "context",
-            "context_keys",
-        )
-        layout += ("zero", "recompute", "regathers")
-        return replace(self, **{name: getattr(one, name) for name in layout})
+        return replace(self, **{name: getattr(one, name) for name in _OF_LAYOUT})
 
+
+_OF_LAYOUT = (
+    "schedule", "pipeline", "stages", "tensor", "sequence", "overlap", "vocab_multiple", "data", "context",
+    "context_keys", "expert", "zero", "recompute", "regathers",
+)  # fmt: skip
 
 AXES: Mapping[str, Sequence[Any]] = {
     "family": tuple(FAMILIES),
@@ -302,44 +304,18 @@ def sweep(count: int) -> list[Cell]:
 def pipelines() -> list[Cell]:
     """The whole matrix of schedules, degrees, stages of ZeRO and tied weights, up to 8 ranks."""
     models = (("gpt", False), ("gpt", True), ("llama", False), ("llama", True), ("bert", False))
-    return [
-        replace(cell, layers=8, batch=max(8, 2 * cell.pipeline * cell.data))
-        for schedule, pipeline, tensor, zero in itertools.product(get_args(Schedule), (2, 4), (1, 2), (0, 1))
-        for family, variant in models
-        for cell in [
-            Cell(
-                family,
-                variant,
-                schedule=schedule,
-                pipeline=pipeline,
-                tensor=tensor,
-                sequence=tensor > 1,
-                data=zero + 1,
-                zero=zero,
-            )
-        ]
-        if cell.world <= 8
+    degrees = itertools.product(get_args(Schedule), (2, 4), (1, 2), (0, 1))
+    cells = [
+        Cell(*model, schedule=schedule, pipeline=p, tensor=t, sequence=t > 1, data=zero + 1, zero=zero)
+        for (schedule, p, t, zero), model in itertools.product(degrees, models)
     ]
+    return [replace(c, layers=8, batch=max(8, 2 * c.pipeline * c.data)) for c in cells if c.world <= 8]
 
 
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
     Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
     Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", zero=1, uneven=True),
-    Cell(
-        "llama",
-        variant=True,
-        schedule="dualpipev",
-        pipeline=2,
-        context=2,
-        context_keys="ring",
-        data=2,
-        zero=1,
-        documents=True,
-    ),
-    Cell("gpt", variant=True, context=4, data=2, zero=1, recompute="full", optimizer="lamb"),
-    Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2, sequence=True, context=2, zero=1),
-    Cell("mistral", tensor=2, context=4, context_keys="ring", zero=1, recompute="full"),
     Cell("qwen3", context=8, context_keys="ring", zero=1, recompute="selective", documents=True),
 )
 """Ranks that share samples beside all other axes."""
@@ -377,7 +353,7 @@ class Measured:
 def configuration(cell: Cell) -> Config:
     model = (
         sizes(layers=cell.layers, spread=0.05)
-        | (FAMILIES | FACTS)[cell.family]
+        | (FAMILIES | FACTS | SPARSE)[cell.family]
         | (VARIANTS[cell.family] if cell.variant else {})
     )
     if cell.family == "smollm3":
@@ -389,6 +365,7 @@ def configuration(cell: Cell) -> Config:
             "tensor": cell.tensor,
             "context": cell.context,
             "context_keys": cell.context_keys,
+            "expert": cell.expert,
             "sequence": cell.sequence,
             "tensor_overlap": cell.overlap,
             "sequence_regather": cell.regathers,
@@ -406,7 +383,9 @@ def configuration(cell: Cell) -> Config:
             "data_grain": cell.data_grain,
             "dropout_mode": "invariant" if cell.dropout else "fast",
         },
-        optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1} | OPTIMIZERS[cell.optimizer],
+        optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1}
+        | OPTIMIZERS[cell.optimizer]
+        | (OBJECTIVES if cell.family in SPARSE else {}),
         precision={"mode": cell.mode, "matmul": cell.matmul},
         data=data if cell.documents else {},
     )
@@ -461,10 +440,13 @@ def measure(cell: Cell, steps: int) -> Measured:
     return found
 
 
-def sent(mesh: Mesh) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """Bytes and calls since the last call, by (axis, kind)."""
-    amounts: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
+Sent = Counter[tuple[str, str]]
+"""Bytes or calls, by (axis, kind)."""
+
+
+def sent(mesh: Mesh) -> tuple[Sent, Sent]:
+    """Bytes and calls since the last call."""
+    amounts, calls = Sent(), Sent()
     for group in mesh.groups:
         for axis, meter in group.meters.items():
             for kind, amount in meter.bytes.items():

@@ -42,10 +42,10 @@ class Result:
     bytes_read: int = 0
 
 
-def make_trainer(config: Config, weights: Root | None = None) -> Trainer:
+def make_trainer(config: Config) -> Trainer:
     mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
-    return build_trainer(config, mesh, data, weights=weights)
+    return build_trainer(config, mesh, data)
 
 
 def make_saver(trainer: Trainer, root: str, **options: Any) -> Saver:

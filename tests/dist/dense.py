@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,16 @@ def mesh(
 def run(ranks: Any, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(*args)` on `size` ranks; a single one is this process."""
     return [function(*args)] if size == 1 else list(ranks(size).run(function, *args))
+
+
+def each(function: Callable[..., dict[str, float]], cases: Iterable[tuple[Any, ...]]) -> dict[str, float]:
+    """The errors that a function finds in each case: the ranks are called once for all of them."""
+    return {f"{case}: {what}": value for case in cases for what, value in function(*case).items()}
+
+
+def results(function: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """What a function returns in each case, likewise."""
+    return [function(*case) for case in cases]
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from shardwise.config import Schedule
 from tests.dist.bits import Bits, train
 from tests.dist.cells import EIGHT_RANKS, RANKS, Cell, sweep
+from tests.sweeps import few
 
 LLAMA = Cell("llama", variant=True, bitwise=True, layers=2, batch=4)
 DOCUMENTS = Cell("llama", documents=True, mode="mixed", bitwise=True, layers=2)
@@ -24,32 +25,34 @@ GEMMA3 = Cell("gemma3", documents=True, mode="mixed", bitwise=True, layers=2, ba
 CELLS = (
     replace(LLAMA, tensor=4, sequence=True, regathers=True),
     replace(LLAMA, tensor=2, data=2, zero=3),
-    replace(LLAMA, schedule="1f1b", pipeline=2, tensor=2, sequence=True),
     replace(DOCUMENTS, tensor=2, sequence=True, data=2, zero=2, recompute="selective", regathers=True),
-    replace(DOCUMENTS, data=4),
     replace(GPT, schedule="zbv", pipeline=2, tensor=2),
-    replace(GPT, data=4, zero=3, recompute="full"),
-    replace(GPT_NEOX, tensor=4),
     replace(GPT_NEOX, tensor=2, data=2, matmul="fp8"),
     replace(FP8, tensor=2, sequence=True, data=2, zero=3),
-    replace(FP8, schedule="zbv", pipeline=2, tensor=2, layers=4, recompute="selective"),
     replace(BERT, schedule="zbv", pipeline=2, data=2, zero=3),
     replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
     replace(GEMMA3, tensor=2, sequence=True, data=2, recompute="selective"),
 )
-SHARED = tuple(
-    replace(cell, context_grain=grain)
-    for cell, grain in (
-        (replace(LLAMA, context=2, tensor=2, sequence=True, zero=1), 4),
-        (replace(LLAMA, context=4, zero=3), 4),
-        (replace(DOCUMENTS, context=2, data=2, zero=2, recompute="selective"), 2),
-        (replace(GPT, context=2, tensor=2, sequence=True, recompute="full", layers=2, batch=4), 4),
-        (replace(GPT_NEOX, schedule="zbv", pipeline=2, context=2, layers=4), 4),
-        (replace(GEMMA3, context=2, tensor=2, sequence=True), 4),
-        (replace(OLMO2, tensor=4), 2),
-    )
+SHARED = (
+    replace(LLAMA, context=2, tensor=2, sequence=True, zero=1, context_grain=4),
+    replace(LLAMA, context=4, zero=3, context_grain=4),
+    replace(DOCUMENTS, context=2, data=2, zero=2, recompute="selective", context_grain=2),
+    replace(GPT, context=2, tensor=2, sequence=True, recompute="full", layers=2, batch=4, context_grain=4),
+    replace(GPT_NEOX, schedule="zbv", pipeline=2, context=2, layers=4, context_grain=4),
+    replace(OLMO2, tensor=4, context_grain=2),
 )
 """With context parallelism, or parts for it."""
+SPARSE = Cell("olmoe", mode="mixed", bitwise=True, data_grain=4)
+GLM4 = Cell("glm4_moe", bitwise=True, data_grain=4)
+DIVIDED = (
+    replace(SPARSE, tensor=2, sequence=True, data=2, expert=2, zero=1, layers=2, batch=4, data_grain=2),
+    replace(SPARSE, data=4, expert=4, zero=2, recompute="full"),
+    replace(GLM4, data=4, expert=2, zero=3),
+    replace(GLM4, schedule="zbv", pipeline=2, data=2, expert=2, zero=1, batch=16),
+    replace(SPARSE, family="mixtral", mode="bfloat16", data=4, expert=2, zero=1),
+    replace(SPARSE, family="qwen3_moe", mode="float32", tensor=4),
+)
+"""Whose ranks divide experts."""
 GROUPS = replace(LLAMA, data_grain=4, layers=4, batch=16)
 """Groups of two micro-batches each, of which a data-parallel rank has several."""
 SCHEDULED = (
@@ -77,11 +80,10 @@ def compare(everyone: list[Bits], one: Bits) -> None:
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
 
 
-OFTEN = {CELLS[3], CELLS[5], SHARED[0]}
-TRAININGS = [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS + SHARED + SCHEDULED]
+OFTEN = (CELLS[2], CELLS[3], SHARED[0], DIVIDED[0])
 
 
-@pytest.mark.parametrize("cell", TRAININGS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", few(CELLS + SHARED + DIVIDED + SCHEDULED, *OFTEN), ids=lambda cell: cell.name)
 def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
     compare(ranks(RANKS).run(train, cell), alone(cell, ranks))
 

@@ -30,6 +30,7 @@ from tests.dist.checkpoints import (
 )
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import FACTS, make_config, sizes
+from tests.hugging_face import open_folder
 from tests.sweeps import few
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
@@ -100,23 +101,11 @@ def test_reshard(
     assert not differences(back.state, wanted.state), "written by this layout, read by one process"
 
 
-GPT = {
-    "family": "gpt", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
-}  # fmt: skip
-OLMO2 = FACTS["olmo2"] | {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
+SIZES = sizes(131, 32, 64, heads=4)
+GPT = SIZES | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 SAME_LAYOUT = {
     "one process": (1, config_of(), 2),
-    "dropout, accumulation": (
-        2,
-        config_of(
-            model=GPT,
-            train={"micro_batch": 1, "dropout_mode": "fast"},
-        ),
-        2,
-    ),
+    "dropout, accumulation": (2, config_of(model=GPT, train={"micro_batch": 1, "dropout_mode": "fast"}), 2),
     "TP 2 + SP × DP 2, mixed, past an epoch": (  # of 64 samples: 2 steps
         4,
         config_of(2, True, mode="mixed", train={"global_batch": 32, "micro_batch": 16}),
@@ -127,7 +116,7 @@ SAME_LAYOUT = {
         config_of(2, zero=0, mode="bfloat16", optimizer={"name": "lamb", "weight_decay": 0.01}),
         2,
     ),
-    "norms of queries and keys, TP 2 × DP 2, bfloat16": (4, config_of(2, zero=3, model=OLMO2, mode="bfloat16"), 2),
+    "olmo2, TP 2 × DP 2": (4, config_of(2, zero=3, model=SIZES | FACTS["olmo2"], mode="bfloat16"), 2),
     "TP 2 × PP 2 in a V, dropout": (
         4,
         config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),
@@ -136,15 +125,10 @@ SAME_LAYOUT = {
 }  # fmt: skip
 
 
-SELDOM = (
-    "one process",
-    "dropout, accumulation",
-    "norms of queries and keys, TP 2 × DP 2, bfloat16",
-    "TP 2 × PP 2 in a V, dropout",
-)
+OFTEN = ("TP 2 + SP × DP 2, mixed, past an epoch", "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SELDOM else ()) for c in SAME_LAYOUT])
+@pytest.mark.parametrize("case", few(SAME_LAYOUT, *OFTEN))
 def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Path) -> None:
     """Losses and state after a resume equal those of the run that went on, to the bit."""
     size, config, before = SAME_LAYOUT[case]
@@ -201,20 +185,12 @@ def cut(model: str, layout: str) -> tuple[int, Config]:
 PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
 PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
 PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
-COVERING = {("gpt", "pp4", "pp2-tp2-zbv"), ("bert, LAMB", "pp2-tp2-zbv", "pp2-dp2-interleaved")}
-OFTEN = ("gpt", "pp4", "pp2-tp2-zbv")
+RESHARDED = [(model, *pair) for model in OF_BLOCKS for pair in dict.fromkeys(PAIRS)]
 
 
-@pytest.mark.parametrize(
-    ("model", "first", "second"),
-    [
-        pytest.param(model, *pair, marks=() if (model, *pair) == OFTEN else pytest.mark.slow)
-        for model in OF_BLOCKS
-        for pair in dict.fromkeys([*PAIRS, *(each[1:] for each in sorted(COVERING) if each[0] == model)])
-    ],
-)
+@pytest.mark.parametrize(("model", "first", "second"), few(RESHARDED, ("gpt", "pp4", "pp2-tp2-zbv")))
 def test_reshard_over_pipelines(model: str, first: str, second: str, ranks: Any, tmp_path: Path) -> None:
-    """Bit-equal from layout to layout and in one process, and the training goes on alike."""
+    """Bit-equal from layout to layout, in one process and in transformers, and the training goes on alike."""
     size, config = cut(model, first)
     written, *_ = on_ranks(ranks, size, run, config, 2, STEPS_AFTER, None, str(tmp_path / "first"))
     assert written.saved[0].problem is None, written.saved[0].problem
@@ -231,6 +207,8 @@ def test_reshard_over_pipelines(model: str, first: str, second: str, ranks: Any,
     for root in ("first", "second"):
         alone = run(config, 0, 0, step_folder(tmp_path / root, 2), None)
         assert not differences(alone.state, written.state), f"written by the {root} layout, read by one process"
+    opened = open_folder(Path(folder)).state_dict()
+    assert all(torch.equal(opened[name], tensor) for name, tensor in written.state["model"].items()), "by transformers"
 
 
 def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
@@ -245,9 +223,6 @@ def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
     assert not differences(again.state, mixed.state)
 
 
-WIDE = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 1024}
-
-
 def bytes_read(config: Config, folder: str) -> int:
     """By this rank, to restore a checkpoint."""
     return load(make_trainer(config), folder)
@@ -258,7 +233,7 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
 
     GPT stores its weights transposed, so that a rank's part is many short runs of bytes.
     """
-    model = GPT | WIDE
+    model = GPT | sizes(1024, 256, 768, heads=4)
     writing = config_of(2, True, model=model, optimizer={"bucket_mib": 25.0})
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
     state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())
@@ -271,8 +246,7 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) -> None:
     """A tied weight too, which two stages have: a third of this state."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
-    model = DEEP | sizes | {"family": "llama", "tie_word_embeddings": True}
+    model = sizes(2048, 256, 512, heads=4) | {"family": "llama", "tie_word_embeddings": True}
     writing = config_of(2, parallel={"pipeline": 2}, model=model, optimizer={"bucket_mib": 25.0})
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
     folder = step_folder(tmp_path, 1)

@@ -15,6 +15,7 @@ from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import FACTS, FAMILIES, MODEL, make_config, make_data
+from tests.sweeps import few
 
 SIZES = {name: value for name, value in MODEL.items() if name not in ("family", "num_key_value_heads")}
 GPT_DROPOUT = {"family": "gpt", **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"), 0.1)}
@@ -51,32 +52,20 @@ class Cell:
         )
 
 
-OFTEN = {"gpt, TP 2 + SP, invariant dropout": Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant")}
-SELDOM = {
+OFTEN = "gpt, TP 2 + SP, invariant dropout"
+CELLS = {
+    OFTEN: Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant"),
     "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
     "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),
     "llama, TP 2 + SP, fp8": Cell(FAMILIES["llama"], SEQUENCE, matmul="fp8"),
     "llama, CP 2, fp8": Cell(FAMILIES["llama"], {"context": 2}, matmul="fp8"),
     "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
-    "llama, TP 2, selective recompute, documents": Cell(
-        FAMILIES["llama"], TENSOR, recompute="selective", documents=True
-    ),
-    "gpt, TP 2 + SP, invariant dropout, full recompute": Cell(
-        GPT_DROPOUT, SEQUENCE, recompute="full", dropout="invariant"
-    ),
+    "llama, TP 2, selective, documents": Cell(FAMILIES["llama"], TENSOR, recompute="selective", documents=True),
     "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
-    "gpt_neox, TP 2 + SP": Cell(FAMILIES["gpt_neox"], SEQUENCE),
     "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),
-    "llama, PP 2": Cell(FAMILIES["llama"], PIPELINE, layers=4),
     "llama, DP 2, whole optimizer state": Cell(FAMILIES["llama"], {}, zero=0),
-    "olmo2, TP 2 + SP": Cell(FACTS["olmo2"], SEQUENCE),
-    "qwen3, TP 2 + SP, full recompute, documents": Cell(
-        FACTS["qwen3"], SEQUENCE, recompute="full", documents=True, units=3
-    ),
     "gemma3, PP 2": Cell(FACTS["gemma3"], PIPELINE, layers=4, units=3),
-    "gpt, TP 2, fast dropout, selective recompute": Cell(GPT_DROPOUT, TENSOR, recompute="selective"),
     "gpt_neox, DP 2, documents": Cell(FAMILIES["gpt_neox"], {}, documents=True),
-    "bert, PP 2, invariant dropout": Cell(BERT_DROPOUT, PIPELINE, dropout="invariant", layers=4),
 }
 
 
@@ -127,9 +116,9 @@ def check(ranks: Any, cell: Cell, backend: str, steps: int, tolerance: float = 1
     assert len(everywhere) == 2 * cell.units, f"graphs: {sorted(everywhere)}"
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
+@pytest.mark.parametrize("name", few(CELLS, OFTEN))
 def test_compiled_training_has_the_losses_of_eager_training(name: str, ranks: Any) -> None:
-    check(ranks, (OFTEN | SELDOM)[name], "aot_eager", steps=3)
+    check(ranks, CELLS[name], "aot_eager", steps=3)
 
 
 def generated() -> tuple[float, int]:
@@ -161,13 +150,13 @@ def test_generation_stays_eager(ranks: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*OFTEN, *SELDOM])
+@pytest.mark.parametrize("name", CELLS)
 def test_compiled_by_inductor(name: str, ranks: Any) -> None:
     """CP 2 with fp8 for 3 steps: its losses are equal within 1e-6 up to step 15; at step 16 a scale flips.
 
     Scales are powers of two, so the losses differ by 4e-4 to 7e-4 after it. Revision a7ced2b8 does the same.
     """
-    check(ranks, (OFTEN | SELDOM)[name], "inductor", steps=3 if name == "llama, CP 2, fp8" else 20)
+    check(ranks, CELLS[name], "inductor", steps=3 if name == "llama, CP 2, fp8" else 20)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from shardwise.train.observers import build_observers, run_observers
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
-from tests.rank_pool import RankPool
 
 NORM = "norm.weight"
 QKV = "layers.0.self_attn.qkv.weight"
@@ -48,37 +47,30 @@ def drift(tensor: int, dtype: torch.dtype, changes: dict[int, tuple[str, int, in
     [
         # The lowest bit of a data-parallel copy's last element; an odd rank out among four is named by majority.
         (2, 1, torch.float32, {1: ("embed_tokens.weight", 131 * 64 - 1, 0)}, ("embed_tokens.weight", "[1]", "0")),
-        (4, 1, torch.float32, {0: (NORM, 3, 12)}, (NORM, "[0]", "1")),
-        (4, 1, torch.bfloat16, {2: (NORM, 0, 0)}, (NORM, "[2]", "0")),
+        (4, 1, torch.bfloat16, {0: (NORM, 3, 12)}, (NORM, "[0]", "1")),
         # A replicated norm on one tensor-parallel rank: its data-parallel peer differs too.
-        (2, 2, torch.float32, {1: (NORM, 63, 31)}, (NORM, "[1]", "0")),
         (4, 2, torch.float32, {3: ("layers.1.input_layernorm.weight", 5, 7)}, ("input_layernorm.weight", "[3]", "1")),
         # Four ranks share two K/V heads: rank 1 has the copy of rank 0's. Local rows: 16 of Q, 8 of K, 8 of V.
         (4, 4, torch.float32, {1: (QKV, 16 * 64, 3)}, ("self_attn.k_proj.weight", "[1]", "0")),
-        (4, 4, torch.float32, {2: (QKV, 32 * 64 - 1, 3)}, ("self_attn.v_proj.weight", "[2]", "3")),
     ],
 )
 def test_one_flipped_bit_is_found(
     world: int, tensor: int, dtype: torch.dtype, change: dict[int, Any], wanted: tuple[str, str, str], ranks: Any
 ) -> None:
-    pool: RankPool = ranks(world)
-    texts = set(pool.run(drift, tensor, dtype, change))
+    texts = set(ranks(world).run(drift, tensor, dtype, change))
     assert len(texts) == 1, "every rank must stop, with the same text"
     text = texts.pop()
     assert text is not None, "not found"
     name, odd, usual = wanted
     assert text.startswith("step 5: ")
     assert name in text
-    if name == "self_attn.v_proj.weight":  # two ranks hold this copy: which of them is wrong nobody can say
-        odd, usual = "[3]", "2"
     assert f"on ranks {odd} differs from rank {usual}" in text
 
 
 def test_what_is_not_copied_may_differ(ranks: Any) -> None:
     """Q rows, MLP columns and vocabulary rows belong to one tensor-parallel rank each."""
-    pool: RankPool = ranks(4)
     for name, element in ((QKV, 0), ("layers.0.mlp.down_proj.weight", 5), ("lm_head.weight", 0)):
-        assert pool.run(drift, 4, torch.float32, {1: (name, element, 3)}) == [None] * 4
+        assert ranks(4).run(drift, 4, torch.float32, {1: (name, element, 3)}) == [None] * 4
 
 
 def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """An evaluation counts every token once and is the same at any layout, however few samples there are."""
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from shardwise.train.evaluation_losses import EvaluationLosses, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
 from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.sweeps import few
 
 LENGTH, VOCABULARY = 16, 131
 BYTES = np.arange(VOCABULARY) % 7
@@ -86,20 +88,15 @@ def evaluated(chosen: Config, tokens: int) -> EvaluationLosses:
     return evaluate(model, batches, ranks, chosen.train.micro_batch, False, chosen.parallel, bytes_V)
 
 
-def _alone(model: str, tokens: int) -> EvaluationLosses:
+@functools.cache
+def alone(model: str, tokens: int) -> EvaluationLosses:
     return evaluated(config(model), tokens)
 
 
-alone = functools.cache(_alone)
-
-
-@pytest.mark.parametrize("tokens", [2, 17, 18, 90])
+@pytest.mark.parametrize("tokens", [2, 18, 90])
 @pytest.mark.parametrize("model", ["llama", "gpt", "gpt_neox", "dynamic", "longrope"])
 def test_every_token_is_predicted_once(model: str, tokens: int) -> None:
-    """Against losses that are summed window by window from the logits: each target, in its own window's context.
-
-    A partial window is not padded there.
-    """
+    """Against losses that are summed window by window from the logits, where a partial window is not padded."""
     chosen = config(model)
     module = build_model(chosen, mesh(1).tp, sequence_parallel=False, dtype=torch.float32)
     fill(module, scale=0.2)
@@ -140,41 +137,17 @@ def test_a_model_of_ones_own_is_given_the_lengths_that_it_names() -> None:
     assert Measured.lengths == [None, [10, 0]]
 
 
-PADDED = ("dynamic-micro-batch", "dynamic-tp2-sp")
-"""Where a partial sequence lies in a micro-batch beside whole ones, or between ranks."""
-TOKENS = {"1-target": 2, "2-samples": 23, "6-samples": 91}
+OFTEN = (
+    *(("llama", layout, 91) for layout in LAYOUTS),
+    # A partial sequence lies in a micro-batch beside whole ones, or between ranks.
+    *(("dynamic", layout, 23) for layout in ("micro-batch", "tp2-sp")),
+    *((model, "tp2-dp2", 91) for model in ("gpt", "gpt_neox", "bert")),
+    ("own", "dp4", 91),
+)
+"""All layouts of one model, and one layout of the others."""
 
 
-def is_often(model: str, layout: str, tokens: str) -> bool:
-    """Whether every run of the tests has it: all layouts of one model, and one layout of the others."""
-    if f"{model}-{layout}" in PADDED:
-        return True
-    return (tokens == "6-samples" and (model == "llama" or layout == "tp2-dp2")) or (model, tokens) == (
-        "gpt",
-        "1-target",
-    )
-
-
-CELLS = [
-    pytest.param(
-        model,
-        layout,
-        tokens,
-        id=f"{model}-{layout}-{name}",
-        # Every run of the tests has all layouts of one model, and one layout of the others.
-        marks=()
-        if (model == "llama" and name == "6-samples")
-        or (layout, name) == ("tp2-dp2", "6-samples")
-        or f"{model}-{layout}" in PADDED
-        else pytest.mark.slow,
-    )
-    for model in MODELS
-    for layout in LAYOUTS
-    for name, tokens in TOKENS.items()
-]
-
-
-@pytest.mark.parametrize(("model", "layout", "tokens"), CELLS)
+@pytest.mark.parametrize(("model", "layout", "tokens"), few(itertools.product(MODELS, LAYOUTS, (2, 23, 91)), *OFTEN))
 def test_it_is_the_same_at_any_layout(model: str, layout: str, tokens: int, ranks: Any) -> None:
     """Also where most ranks have no sample of their own."""
     world, tensor, sequence, micro_batch = LAYOUTS[layout]
@@ -208,15 +181,7 @@ def alone_and_deep(model: str, tokens: int, micro_batch: int) -> EvaluationLosse
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        pytest.param(
-            model,
-            layout,
-            marks=() if (model, layout) in (("bert", "zbv-dp2"), ("dynamic", "pp2-tp2-sp")) else pytest.mark.slow,
-        )
-        for model in (*FAMILIES, "dynamic")
-        for layout in PIPELINES
-    ],
+    few(itertools.product((*FAMILIES, "dynamic"), PIPELINES), ("bert", "zbv-dp2"), ("dynamic", "pp2-tp2-sp")),
 )
 def test_it_is_the_same_through_a_pipeline(model: str, layout: str, ranks: Any) -> None:
     """To the bit where nothing but the pipeline cuts the model; the last micro-batches fill no round of all stages."""

@@ -9,10 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format import stored_tensors
-from shardwise.checkpoint.format.expert_weights import unfused_experts
-from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
@@ -120,66 +117,43 @@ def describe(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def transpose(*leaves: str) -> Any:
-    def edit(weights: dict[str, torch.Tensor]) -> None:
-        for name in weights:
-            if name.endswith(leaves):
-                weights[name] = weights[name].transpose(1, 2)
-
-    return edit
+def transpose(weights: dict[str, torch.Tensor]) -> None:
+    for name in weights:
+        if name.endswith(("gate_up_proj", "down_proj")):
+            weights[name] = weights[name].transpose(1, 2)
 
 
-# The width at which no dimension, gate_up's and down's are equal.
-@pytest.mark.parametrize("width", [24, 16, 32])
+# The width at which no dimension, and gate_up's and down's are equal.
+@pytest.mark.parametrize("width", [24, 16])
 def test_transposed_fused_tensors_are_refused_where_their_shapes_fit_too(width: int, tmp_path: Path) -> None:
     written("qwen3_moe", tmp_path, fused=True, moe_intermediate_size=width)
     assert open_hugging_face(Root.of(tmp_path)).weights
-    change(tmp_path, transpose("gate_up_proj", "down_proj"))
+    change(tmp_path, transpose)
     assert problem(tmp_path) == (
         f"IT: model.layers.0.mlp.experts.gate_up_proj [8, 32, {2 * width}] and down_proj [8, {width}, 32] must be "
         "[experts, 2 × width, hidden size] and [experts, hidden size, width]: they are transposed or of two models; "
         "save the model with one tensor for each expert, as transformers does by default"
     )
-    change(tmp_path, transpose("gate_up_proj", "down_proj"))
-    if width == 24:
-        change(tmp_path, lambda weights: weights.update({"model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(1)}))
-        twice = "model.layers.0.mlp.experts.3.up_proj.weight by itself or in model.layers.0.mlp.experts.gate_up_proj"
-        assert problem(tmp_path) == f"IT must have {twice}, and it has both"
-        return
-    # transformers 5 is known to transpose none, and its version is the only trace of a program in a folder.
-    for version in ("4.57.1", None):
-        describe(tmp_path, transformers_version=version)
+    change(tmp_path, transpose)
+    if width == 16:
+        # transformers 5 is known to transpose none, and its version is the only trace of a program in a folder.
+        describe(tmp_path, transformers_version="4.57.1")
         assert "may be transposed, which two equal dimensions hide" in problem(tmp_path)
 
 
 def test_experts_that_are_not_the_model_s_are_one_sentence(tmp_path: Path) -> None:
+    def drop(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "layers.2.mlp.experts.3." in name]:
+            del weights[name]
+
     written("glm4_moe", tmp_path, fused=False)
-
-    def drop(text: str) -> Any:
-        def edit(weights: dict[str, torch.Tensor]) -> None:
-            for name in [name for name in weights if text in name]:
-                del weights[name]
-
-        return edit
-
-    change(tmp_path, drop("layers.2.mlp.experts.3."))
+    change(tmp_path, drop)
     assert problem(tmp_path) == "IT lacks expert 3 of block 2"
     written("glm4_moe", tmp_path, fused=True)
     describe(tmp_path, n_routed_experts=4, n_group=2)
     assert problem(tmp_path) == "IT has experts 4…7 of blocks 1…2, which the model lacks"
-    describe(tmp_path, n_routed_experts=8, first_k_dense_replace=3)
-    assert problem(tmp_path) == "IT has experts in blocks 1…2, and the model in no block"
-    describe(tmp_path, first_k_dense_replace=0)
+    describe(tmp_path, n_routed_experts=8, first_k_dense_replace=0)
     assert problem(tmp_path) == "IT has experts in blocks 1…2, and the model in blocks 0…2"
-    describe(tmp_path, first_k_dense_replace=1, moe_intermediate_size=20, n_shared_experts=0)
-    with pytest.raises(ConfigError) as caught:
-        open_hugging_face(Root.of(tmp_path))
-    line = "shape of model.layers.{1…2}.mlp.experts.{0…7}.up_proj.weight [24, 32] must be [20, 32]"
-    assert f"{tmp_path}: {line}" in caught.value.problems
-    assert len(caught.value.problems) == 6
-    written("glm4_moe", tmp_path, fused=True)
-    change(tmp_path, drop("layers.1.mlp.gate.e_score_correction_bias"))
-    assert problem(tmp_path) == "IT lacks model.layers.1.mlp.gate.e_score_correction_bias [8]"
 
 
 def test_an_import_of_both_forms_is_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,10 +163,3 @@ def test_an_import_of_both_forms_is_one_checkpoint(tmp_path: Path, capsys: pytes
     steps = [str(tmp_path / f"of-{form}/step-00000000") for form in ("fused", "single")]
     assert main(["checkpoint", "diff", *steps]) == 0
     assert "equal" in capsys.readouterr().out
-
-
-def test_a_header_without_elements_makes_no_endless_list(tmp_path: Path) -> None:
-    shape = (2**60, 0, 4)
-    entry = TensorEntry(shape, "F32", (PieceEntry(0, 8, Box.whole(shape)),))
-    given = {"model.layers.0.mlp.experts.gate_up_proj": entry}
-    assert unfused_experts(Root.of(tmp_path), given) == given

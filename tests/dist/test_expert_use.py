@@ -14,15 +14,13 @@ from shardwise.data.formats.prepared_data import make_evaluation_batches
 from shardwise.data.samples.batch import Batches
 from shardwise.distributed.mesh import Mesh
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.build import build_trainer
 from shardwise.train.evaluation_losses import evaluate
-from shardwise.train.model_checks import check_replicas
 from shardwise_use.generation import TokenSampler, generate_tokens
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
 from tests.dist.dense import run
 from tests.dist.test_expert_files import written
-from tests.dist.test_experts import SIZES, V
-from tests.dist.training import make_config, make_data
+from tests.dist.test_experts import V
+from tests.dist.training import make_data
 from tests.hugging_face import described
 
 PROMPT = [5, 9, 2, 40, 11]
@@ -97,41 +95,3 @@ def test_a_model_in_use_is_that_of_one_process(world: int, parallel: dict[str, i
     assert found_texts == texts
     assert [score.is_likeliest for score in found_scores] == [score.is_likeliest for score in scores]
     assert [s.log_probability for s in found_scores] == pytest.approx([s.log_probability for s in scores], abs=1e-4)
-
-
-# ---- batches that leave ranks and experts without a token
-
-FEW: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "one token a rank": (2, {"train": {"sequence_length": 1, "micro_batch": 1, "global_batch": 2}}),
-    "one token a rank, ZeRO-3": (
-        2,
-        {
-            "train": {"sequence_length": 1, "micro_batch": 1, "global_batch": 2, "recompute": "full"},
-            "optimizer": {"zero": 3},
-        },
-    ),
-    "one expert for all tokens": (4, {"train": {"sequence_length": 4, "micro_batch": 1, "global_batch": 4}}),
-}
-
-
-def losses(sections: dict[str, dict[str, Any]], expert: int) -> list[float]:
-    """The losses of 3 steps with one expert a token, which is the first one for all tokens of the first step."""
-    model = {"family": "olmoe", **SIZES, "vocab_size": 131, "num_experts": 4, "num_experts_per_tok": 1}
-    config = make_config(**{**sections, "model": model, "parallel": {"expert": expert}})
-    mesh = Mesh(**config.parallel.degrees, device="cpu")
-    trainer = build_trainer(config, mesh, make_data(131))
-    with torch.no_grad(), trainer.optimizer.gathered():
-        for name, parameter in trainer.model.named_parameters():
-            if "router" in name and parameter.numel():
-                parameter.zero_()
-    found = [trainer.step().loss for _ in range(3)]
-    check_replicas(trainer.model, mesh, trainer.progress.step, trainer.optimizer)
-    return found
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "ZeRO" in n else ()) for n in FEW])
-def test_ranks_and_experts_without_a_token_train_as_one_process_does(name: str, ranks: Any) -> None:
-    world, sections = FEW[name]
-    wanted = losses(sections, 1)
-    for found in run(ranks, world, losses, sections, world):
-        assert found == pytest.approx(wanted, rel=1e-5)

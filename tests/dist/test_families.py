@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -17,71 +18,37 @@ from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.dense import fill, mesh, run
-from tests.dist.training import make_config
+from tests.dist.training import make_config, sizes
 from tests.sweeps import few
 
 S, B, P = 16, 3, 4
 V = 61  # odd: the vocabulary is padded at every degree
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 32,
-}
+SIZES = sizes(V, 32, 48, heads=4, positions=32)
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 """Fewer key/value heads than four ranks."""
+WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+ONE_KEY = {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "num_key_value_heads": 8},
-    "llama, tied": {"family": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4},
-    "llama, one key head, tied, biased": {
-        "family": "llama",
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
-    "llama, explicit heads": {"family": "llama", "head_dim": 6},
-    "llama3": {
-        "family": "llama",
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8,
-        },
-        "rope_theta": 5000.0,
-        "num_key_value_heads": 4,
-    },
+    "llama, one key head, tied, biased": {"family": "llama", **ONE_KEY},
+    "llama3": {"family": "llama", "rope_scaling": LLAMA3, "rope_theta": 5000.0, "num_key_value_heads": 4},
     "mistral": {"family": "mistral", "sliding_window": 5},
     "qwen2, tied": {"family": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {
-        "family": "qwen3",
-        "head_dim": 6,
-        "sliding_window": 3,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "qwen3": {"family": "qwen3", "head_dim": 6, **WINDOWS},
     "qwen3, biased": {"family": "qwen3", "head_dim": 4, "attention_bias": True},
     "olmo2": {"family": "olmo2", "num_hidden_layers": 4},
-    "olmo3": {
-        "family": "olmo3",
-        "num_hidden_layers": 4,
-        "sliding_window": 3,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
-    },
+    "olmo3": {"family": "olmo3", "num_hidden_layers": 4, "sliding_window": 3, "rope_scaling": YARN},
     "smollm3": {"family": "smollm3", "no_rope_layers": [1, 0]},
     "gemma3": {
-        "family": "gemma3",
-        "head_dim": 6,
-        "sliding_window": 3,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 10,
-        "rope_theta": 5000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-        "rope_local_base_freq": 100.0,
+        "family": "gemma3", "head_dim": 6, **WINDOWS, "query_pre_attn_scalar": 10, "rope_theta": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_local_base_freq": 100.0,
     },
-}
+}  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt, tied": {"family": "gpt"},
     "gpt, untied": {"family": "gpt", "tie_word_embeddings": False},
@@ -89,22 +56,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "neox, serial": {"family": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 0.5},
     "neox, parallel with dropout": {"family": "gpt_neox", "hidden_dropout": 0.1},  # leaves its two layers one by one
     "neox, tied, no attention bias": {"family": "gpt_neox", "tie_word_embeddings": True, "attention_bias": False},
-    "neox, gelu_fast": {"family": "gpt_neox", "hidden_act": "gelu_fast"},
     "bert": {"family": "bert"},
 }
 CASES = {name: SIZES | LLAMA | own for name, own in LLAMAS.items()}
-CASES |= {name: SIZES | {"num_attention_heads": 4} | own for name, own in OTHERS.items()}
-CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "smollm3": "SmolLM3",
-    "gemma3": "Gemma3",
-}
-"""As transformers spells them."""
+CASES |= {name: SIZES | own for name, own in OTHERS.items()}
+CLASSES = {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
+"""As transformers spells them, where it is not the family's name with a capital."""
 Result = tuple[list[Tensor], list[float], dict[str, Tensor]]
 """Logits, sums of losses, and gradients of these sums by name."""
 
@@ -192,9 +149,9 @@ def theirs_of(case: str) -> Any:
     options = {"sliding_window": None, "pad_token_id": None} | options
     options["use_sliding_window"] = options["sliding_window"] is not None
     options["tie_word_embeddings"] = configuration(case).model.tie_word_embeddings
-    text = "Text" if family == "gemma3" else ""
-    config = getattr(transformers, f"{CLASSES[family]}{text}Config")(**options)
-    return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
+    name, text = CLASSES.get(family, family.capitalize()), "Text" if family == "gemma3" else ""
+    config = getattr(transformers, f"{name}{text}Config")(**options)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def bert_losses(theirs: Any, batch: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -245,20 +202,10 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 LAYOUTS = {"tp1": (1, False), "tp2": (2, False), "tp2-sp": (2, True), "tp4": (4, False), "tp4-sp": (4, True)}
 CUT_OFTEN = ("llama, one key head, tied, biased", "qwen3", "gemma3", "gpt, tied", "neox, serial", "bert")
+OFTEN = (*((case, "tp1") for case in CASES), *((case, "tp4-sp") for case in CUT_OFTEN))
 
 
-def is_often(case: str, layout: str) -> bool:
-    return layout == "tp1" or (layout == "tp4-sp" and case in CUT_OFTEN)
-
-
-CELLS = [
-    pytest.param(case, layout, marks=() if is_often(case, layout) else pytest.mark.slow)
-    for case in CASES
-    for layout in LAYOUTS
-]
-
-
-@pytest.mark.parametrize(("case", "layout"), CELLS)
+@pytest.mark.parametrize(("case", "layout"), few(itertools.product(CASES, LAYOUTS), *OFTEN))
 def test_family_is_hugging_faces(case: str, layout: str, ranks: Any) -> None:
     tp, sequence = LAYOUTS[layout]
     wanted_logits, wanted_losses, wanted = reference(case)

@@ -7,40 +7,26 @@ import torch
 
 from shardwise.config import Config
 from shardwise.train.build import build_trainer
+from tests.dist.cells import DROPOUT
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data, sizes, train
 
 SIZES = sizes(heads=4, spread=0.05)
-DROPOUT: dict[str, dict[str, float]] = {
-    "llama": {"attention_dropout": 0.1},
-    "gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "ffn_dropout": 0.1},
-    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
-    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-}
-LAYOUT: dict[str, dict[str, Any]] = {
-    "parallel": {"tensor": 2, "sequence": True},
-    "train": {"micro_batch": 4},
-    "optimizer": {"zero": 1},
-}
 
 
-def configuration(family: str, dropout: str, **train: Any) -> Config:
-    sections = {name: dict(values) for name, values in LAYOUT.items()}
-    sections["model"] = SIZES | FAMILIES[family] | DROPOUT[family]
-    sections["train"] |= {"dropout_mode": dropout} | train
-    return make_config(**sections)
+def configuration(family: str, dropout: str, sequence: bool = True, **train: Any) -> Config:
+    model = SIZES | FAMILIES[family] | dict.fromkeys(DROPOUT[family], 0.1)
+    parallel = {"tensor": 2, "sequence": sequence}
+    return make_config(model=model, parallel=parallel, train={"micro_batch": 2, "dropout_mode": dropout, **train})
 
 
-SLOW = pytest.mark.slow
-
-
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", ["fast", "invariant"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recompute_draws_the_same_masks(family: str, dropout: str, ranks: Any) -> None:
     """To the bit, on TP 2 × DP 2 with sequence parallelism, accumulation and dropout."""
     wanted, *others = (
-        ranks(4).run(train, configuration(family, dropout, recompute=how, micro_batch=2), 1)[0]
+        ranks(4).run(train, configuration(family, dropout, recompute=how), 1)[0]
         for how in ("none", "selective", "full")
     )
     for how, found in zip(("selective", "full"), others, strict=True):
@@ -64,9 +50,7 @@ def losses_and_masks(config: Config) -> tuple[list[float], list[bool]]:
 def test_fast_masks_agree_where_activations_are_copies_and_differ_where_they_are_not(
     sequence: bool, ranks: Any
 ) -> None:
-    config = configuration("gpt", "fast", micro_batch=2)
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence": sequence})})
-    everyone = ranks(4).run(losses_and_masks, config)
+    everyone = ranks(4).run(losses_and_masks, configuration("gpt", "fast", sequence))
     for losses, _ in everyone:
         assert losses == everyone[0][0], "ranks of one job report different losses"
     (_, first), (_, neighbour), (_, other_replica), _ = everyone

@@ -1,6 +1,7 @@
 """Generation at every layout: the cache changes no logits, and the tokens are transformers' own."""
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardwise_use.generation import TokenSampler, generate_tokens, open_token_r
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config, sizes
 from tests.hugging_face import VOCABULARY, described, save
+from tests.sweeps import few
 
 CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gemma3", "gpt", "neox", "neox-tied", "olmoe", "glm4_moe")
 LENGTH = 8
@@ -59,15 +61,10 @@ def cached_error(path: Path, tensor: int) -> tuple[float, int]:
 
 
 # llama and olmo2 have 2 key/value heads: at TP 4 each is held twice.
-CACHED_OFTEN = ("llama-tied", "qwen3", "gemma3", "neox")
-CACHED = [
-    pytest.param(case, tp, marks=() if tp == 2 and case in CACHED_OFTEN else pytest.mark.slow)
-    for case in CASES
-    for tp in (1, 2)
-]
+CACHED = [*itertools.product(CASES, (1, 2)), ("llama", 4), ("olmo2", 4)]
 
 
-@pytest.mark.parametrize(("case", "tp"), [*CACHED, ("llama", 4), pytest.param("olmo2", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("case", "tp"), few(CACHED, ("llama-tied", 2), ("gemma3", 2), ("neox", 2), ("llama", 4)))
 def test_the_cache_changes_no_logits(case: str, tp: int, ranks: Any) -> None:
     path, _ = folder(case)
     config = described(path)
@@ -96,23 +93,12 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
     return [int(token) for token in found[0, len(prompt) :]]
 
 
-GREEDY = [
-    *("llama", "gemma3", "gpt"),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in ("olmo2", "smollm3", "neox", "mixtral", "glm4_moe")),
-]
+OFTEN = ("llama", "gemma3", "gpt")
+WRITTEN = itertools.product((*OFTEN, "olmo2", "smollm3", "neox", "mixtral"), ((1, False), (2, False), (2, True)))
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
-    ids=["tp1", "tp2", "tp2-sp"],
-)
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("llama", "gemma3", "gpt"),
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ("olmo2", "smollm3", "neox", "mixtral", "glm4_moe")),
-    ],
+    ("case", "tp", "sequence"), few(((case, *cut) for case, cut in WRITTEN), *((case, 2, True) for case in OFTEN))
 )
 def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: Any) -> None:
     """To the longest sequence, and up to an end token, which is given too."""
@@ -131,7 +117,7 @@ def drawn(path: Path, tensor: int, seed: int) -> list[int]:
     return list(generate_tokens(build(path, tensor), mesh(tensor), [5, 3, 8], 12, TokenSampler(0.9, 0.95, seed)))
 
 
-@pytest.mark.parametrize("case", ["llama", *(pytest.param(c, marks=pytest.mark.slow) for c in ("gpt", "neox"))])
+@pytest.mark.parametrize("case", few(("llama", "gpt", "neox"), "llama"))
 def test_a_seed_gives_one_text_at_any_layout(case: str, ranks: Any) -> None:
     path, _ = folder(case)
     wanted = drawn(path, 1, 7)
@@ -164,12 +150,7 @@ def continued(model: dict[str, Any], parallel: dict[str, Any], chunk: int) -> li
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        pytest.param(case, layout, marks=() if (case, layout) == ("gpt", "zbv-tp2") else pytest.mark.slow)
-        for case in ("gpt", "llama", "neox", "dynamic")
-        for layout in PIPELINES
-    ],
+    ("case", "layout"), few(itertools.product(("gpt", "llama", "neox", "dynamic"), PIPELINES), ("gpt", "zbv-tp2"))
 )
 def test_a_pipeline_writes_the_same(case: str, layout: str, ranks: Any) -> None:
     """With one key/value cache for each stage; on every rank, of whatever stage."""
@@ -195,13 +176,6 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 10,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8,
-    },
 }
 
 
@@ -209,15 +183,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_scaled_positions_go_on_beyond_the_longest(kind: str, chunk: int) -> None:
     """Angles that change with the length change all keys: the tokens are still those that no cache gives."""
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        family="llama",
-        vocab_size=VOCABULARY,
-        num_attention_heads=8,
-        max_position_embeddings=12,
-        rope_scaling=SCALINGS[kind],
-        **sizes,
-    )
+    config = LlamaConfig(family="llama", **sizes(VOCABULARY, 32, 48, positions=12), rope_scaling=SCALINGS[kind])
     model = Llama(config, seed=1).eval()
     fill(model, scale=0.3)
     # Kept over the texts: the last one is the beginning of one whose keys had the angles of a greater length.

@@ -23,28 +23,3 @@ def test_hooks_train_alike_when_the_model_is_cut(ranks: Any) -> None:
         assert outcome.norms == pytest.approx(whole.norms, rel=1e-5)
         assert outcome.evaluation[0] == pytest.approx(whole.evaluation[0], rel=1e-5)
     assert whole.losses[3] < whole.losses[0]
-
-
-SHARDED = {
-    "family": "examples.own_model.sharded:Decoder",
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-
-
-def test_a_loss_of_a_model_of_ones_own_trains_alike_when_it_is_cut(ranks: Any) -> None:
-    """It gets the model's logits in place of its forward; a cross-entropy is the model's own loss."""
-    hooks = {"loss": "tests.own_hooks:cross_entropy"}
-    alone = train(make_config(model=SHARDED), steps=1)
-    whole = train(make_config(model=SHARDED, hooks=hooks))
-    assert alone.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
-    assert alone.norms[0] == pytest.approx(whole.norms[0], rel=1e-5)
-    cut = make_config(model=SHARDED, hooks=hooks, parallel={"tensor": 2, "sequence": True})
-    for outcome in ranks(2).run(train, cut):
-        assert outcome.losses == pytest.approx(whole.losses, rel=1e-5)
-        assert outcome.norms == pytest.approx(whole.norms, rel=1e-5)
-    other = train(make_config(model=SHARDED, hooks={"loss": "tests.own_hooks:sum_of_squares"}), steps=1)
-    assert other.losses[0] != pytest.approx(whole.losses[0], rel=0.1)

@@ -20,13 +20,18 @@ from shardwise.layers.linear import (
     RowParallelLinear,
 )
 from shardwise.layers.norm import LayerNorm, RMSNorm
-from tests.dist.dense import check, error, fill, gradient_errors, leaves, mesh, random, run
+from tests.dist.dense import check, each, error, fill, gradient_errors, leaves, mesh, random, run
 
 S, B, INPUTS, OUTPUTS = 8, 3, 12, 20
-DEGREES = (1, 2, 4)
+DEGREES = (1, 4)
 BOOLS = (False, True)
 Part = Callable[[Tensor], Tensor]
 Dense = Callable[[Tensor, dict[str, Tensor]], dict[str, Tensor]]
+
+
+def options(tp: int, sequence: bool) -> dict[str, Any]:
+    """Of every layer."""
+    return {"sequence_parallel_enabled": sequence, "seed": 1, "group": mesh(tp).tp}
 
 
 def sequence_part(x: Tensor, tp: int, sequence: bool) -> Tensor:
@@ -69,9 +74,7 @@ def compared(layer: nn.Module, dense: Dense, into: Part, out: Part) -> tuple[dic
 
 
 def column(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float]:
-    layer = ColumnParallelLinear(
-        INPUTS, OUTPUTS, bias, gather, sequence_parallel_enabled=sequence, name="col", seed=1, group=mesh(tp).tp
-    )
+    layer = ColumnParallelLinear(INPUTS, OUTPUTS, bias, gather, name="col", **options(tp, sequence))
     out = uncut if gather else partial(feature_part, tp=tp)
     errors, weights = compared(
         layer,
@@ -83,17 +86,13 @@ def column(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float
     return errors
 
 
-@pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_column_parallel_linear(tp: int, sequence: bool, ranks: Any) -> None:
-    for bias, gather in itertools.product(BOOLS, BOOLS):
-        check(run(ranks, tp, column, tp, sequence, bias, gather))
+def test_column_parallel_linear(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, each, column, list(itertools.product([tp], BOOLS, BOOLS, BOOLS))))
 
 
 def row(tp: int, sequence: bool, bias: bool, parallel: bool) -> dict[str, float]:
-    layer = RowParallelLinear(
-        INPUTS, OUTPUTS, bias, parallel, sequence_parallel_enabled=sequence, name="row", seed=1, group=mesh(tp).tp
-    )
+    layer = RowParallelLinear(INPUTS, OUTPUTS, bias, parallel, name="row", **options(tp, sequence))
     into = partial(feature_part, tp=tp) if parallel else uncut
     errors, weights = compared(
         layer,
@@ -119,35 +118,25 @@ def assert_partial(parameter: nn.Parameter | None, wanted: Tensor, partial: bool
     assert whole != partial, "the gradient that the record calls partial is whole, or the other way round"
 
 
-@pytest.mark.parametrize(("sequence", "parallel"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("tp", DEGREES)
-def test_row_parallel_linear(tp: int, sequence: bool, parallel: bool, ranks: Any) -> None:
-    for bias in BOOLS:
-        check(run(ranks, tp, row, tp, sequence, bias, parallel))
+def test_row_parallel_linear(tp: int, ranks: Any) -> None:
+    kinds = ((False, False), (False, True), (True, True))
+    check(run(ranks, tp, each, row, [(tp, sequence, bias, parallel) for sequence, parallel in kinds for bias in BOOLS]))
 
 
 def merged(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float]:
     sizes = {"gate": 8, "up": 12}
     layer = MergedColumnParallelLinear(
-        INPUTS,
-        tuple(sizes.values()),
-        bias,
-        gather,
-        names=tuple(sizes),
-        sequence_parallel_enabled=sequence,
-        seed=1,
-        group=mesh(tp).tp,
+        INPUTS, tuple(sizes.values()), bias, gather, names=tuple(sizes), **options(tp, sequence)
     )
     into = partial(sequence_part, tp=tp, sequence=sequence)
     out = uncut if gather else partial(feature_part, tp=tp)
     return compared(layer, lambda x, weights: {name: linear(x, weights, name) for name in sizes}, into, out)[0]
 
 
-@pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_merged_column_parallel_linear(tp: int, sequence: bool, ranks: Any) -> None:
-    for bias, gather in itertools.product(BOOLS, BOOLS):
-        check(run(ranks, tp, merged, tp, sequence, bias, gather))
+def test_merged_column_parallel_linear(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, each, merged, list(itertools.product([tp], BOOLS, BOOLS, BOOLS))))
 
 
 HEAD, Q_HEADS = 4, 8
@@ -162,16 +151,9 @@ def held_heads(tp: int, rank: int, kv_heads: int) -> slice:
 
 def gqa(tp: int, sequence: bool, kv_heads: int, bias: bool, gather: bool) -> dict[str, float]:
     group = mesh(tp).tp
+    widths, names = (Q_HEADS * HEAD, kv_heads * HEAD), ("q", "k", "v")
     layer = GQAQKVColumnParallelLinear(
-        INPUTS,
-        (Q_HEADS * HEAD, kv_heads * HEAD),
-        bias,
-        gather,
-        head_dim=HEAD,
-        names=("q", "k", "v"),
-        sequence_parallel_enabled=sequence,
-        seed=1,
-        group=group,
+        INPUTS, widths, bias, gather, head_dim=HEAD, names=names, **options(tp, sequence)
     )
     weights = leaves(fill(layer))
     whole_x = random(1, S, B, INPUTS).requires_grad_()
@@ -210,25 +192,13 @@ def gqa(tp: int, sequence: bool, kv_heads: int, bias: bool, gather: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_gqa_qkv(tp: int, sequence: bool, kv_heads: int, ranks: Any) -> None:
-    for bias, gather in itertools.product(BOOLS, BOOLS):
-        check(run(ranks, tp, gqa, tp, sequence, kv_heads, bias, gather))
+def test_gqa_qkv(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, each, gqa, list(itertools.product([tp], BOOLS, (1, 2, 4, 8), BOOLS, BOOLS))))
 
 
 def embedding(tp: int, sequence: bool, vocabulary: int, padding: int | None, multiple: int = 1) -> dict[str, float]:
-    layer = ParallelEmbedding(
-        vocabulary,
-        6,
-        padding,
-        sequence_parallel_enabled=sequence,
-        row_multiple=multiple,
-        name="e",
-        seed=1,
-        group=mesh(tp).tp,
-    )
+    layer = ParallelEmbedding(vocabulary, 6, padding, row_multiple=multiple, name="e", **options(tp, sequence))
     assert layer.weight.shape[0] == -(-vocabulary // (tp * multiple)) * multiple
     weights = leaves(fill(layer))
     ids = torch.randint(vocabulary, (S, B), generator=torch.Generator().manual_seed(0))
@@ -245,13 +215,12 @@ def embedding(tp: int, sequence: bool, vocabulary: int, padding: int | None, mul
     return {"output": error(found, sequence_part(whole, tp, sequence)), **gradient_errors(layer, weights)}
 
 
-@pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_embedding(tp: int, sequence: bool, ranks: Any) -> None:
-    for vocabulary, padding in itertools.product((8, 9, 11), (None, 0, 7)):  # 9 rows over 4 ranks leave one with none
-        check(run(ranks, tp, embedding, tp, sequence, vocabulary, padding), 0.0 if tp == 1 else 1e-6)
-    for multiple in (4, 8, 16):  # 11 rows in runs of 8 or 16 leave ranks with none
-        check(run(ranks, tp, embedding, tp, sequence, 11, 7, multiple), 0.0 if tp == 1 else 1e-6)
+def test_embedding(tp: int, ranks: Any) -> None:
+    # 9 rows over 4 ranks leave one with none, as do 11 in runs of 8 or 16.
+    sizes = [*itertools.product((8, 9), (None, 0, 7)), *((11, 7, multiple) for multiple in (1, 4, 8, 16))]
+    cases = [(tp, sequence, *size) for sequence in BOOLS for size in sizes]
+    check(run(ranks, tp, each, embedding, cases), 0.0 if tp == 1 else 1e-6)
 
 
 def out_of_range(tp: int, wrong: int) -> str:
@@ -271,7 +240,7 @@ def test_ids_outside_of_the_vocabulary_are_refused_even_where_padding_would_hold
 
 
 def norm(tp: int, sequence: bool, kind: type[RMSNorm] | type[LayerNorm]) -> dict[str, float]:
-    layer = kind(INPUTS, 1e-5, sequence_parallel_enabled=sequence, name="n", seed=1, group=mesh(tp).tp)
+    layer = kind(INPUTS, 1e-5, name="n", **options(tp, sequence))
     start = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
     assert bool((start["weight"] == 1).all())
     assert kind is RMSNorm or bool((start["bias"] == 0).all())
@@ -288,51 +257,18 @@ def norm(tp: int, sequence: bool, kind: type[RMSNorm] | type[LayerNorm]) -> dict
     return errors
 
 
-@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-@pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_norms_are_partial_under_sequence_parallelism(
-    tp: int, sequence: bool, kind: type[RMSNorm] | type[LayerNorm], ranks: Any
-) -> None:
+def test_norms_are_partial_under_sequence_parallelism(tp: int, ranks: Any) -> None:
     """Fault 1 of the reference: this sum was lost, and the copies drifted apart without a word."""
-    check(run(ranks, tp, norm, tp, sequence, kind))
+    check(run(ranks, tp, each, norm, list(itertools.product([tp], BOOLS, (RMSNorm, LayerNorm)))))
 
 
-def head(tp: int, sequence: bool, vocabulary: int, multiple: int = 1) -> dict[str, float]:
+def padded_head(tp: int, sequence: bool, vocabulary: int, multiple: int) -> dict[str, float]:
+    """Logits and loss with padded rows that are anything but 0: they get no probability, and no gradient."""
     layer = ParallelLMHead(
-        INPUTS,
-        vocabulary,
-        sequence_parallel_enabled=sequence,
-        row_multiple=multiple,
-        name="head",
-        seed=1,
-        group=mesh(tp).tp,
+        INPUTS, vocabulary, bias_name="head.bias", row_multiple=multiple, name="head", **options(tp, sequence)
     )
     assert layer.weight.shape[0] == -(-vocabulary // (tp * multiple)) * multiple
-    into = partial(sequence_part, tp=tp, sequence=sequence)
-    return compared(layer, lambda x, weights: {"logits": linear(x, weights, "head")}, into, uncut)[0]
-
-
-@pytest.mark.parametrize("sequence", BOOLS)
-@pytest.mark.parametrize("tp", DEGREES)
-def test_head_gives_the_logits_of_the_unpadded_vocabulary(tp: int, sequence: bool, ranks: Any) -> None:
-    for vocabulary, multiple in ((8, 1), (9, 1), (9, 4), (9, 16)):
-        check(run(ranks, tp, head, tp, sequence, vocabulary, multiple))
-
-
-def padded_losses(tp: int, sequence: bool, multiple: int) -> dict[str, float]:
-    """The loss with padded rows that are anything but 0: they get no probability, and no gradient."""
-    vocabulary = 9
-    layer = ParallelLMHead(
-        INPUTS,
-        vocabulary,
-        bias_name="head.bias",
-        sequence_parallel_enabled=sequence,
-        row_multiple=multiple,
-        name="head",
-        seed=1,
-        group=mesh(tp).tp,
-    )
     weights = leaves(fill(layer))
     held = max(0, min(layer.weight.shape[0], vocabulary - mesh(tp).tp.rank * layer.weight.shape[0]))
     with torch.no_grad():
@@ -340,11 +276,11 @@ def padded_losses(tp: int, sequence: bool, multiple: int) -> dict[str, float]:
     targets = torch.randint(vocabulary, (S, B), generator=torch.Generator().manual_seed(0))
     whole_x = random(1, S, B, INPUTS).requires_grad_()
     logits = whole_x @ weights["head.weight"].t() + weights["head.bias"]
-    whole = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    whole.backward()
+    whole, pull = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), random(2, *logits.shape)
+    (whole + (logits * pull).sum()).backward()
     x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
-    loss = layer.loss(x, targets)
-    loss.backward()
+    loss, found = layer.loss(x, targets), layer(x)
+    (loss + (found * pull).sum()).backward()
     assert whole_x.grad is not None
     assert x.grad is not None
     assert layer.weight.grad is not None
@@ -353,16 +289,16 @@ def padded_losses(tp: int, sequence: bool, multiple: int) -> dict[str, float]:
     assert torch.equal(layer.likeliest(whole_x.detach()), logits.argmax(dim=-1))
     return {
         "loss": error(loss, whole),
+        "logits": error(found, logits),
         "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
         **gradient_errors(layer, weights),
     }
 
 
-@pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_padded_rows_get_neither_probability_nor_gradient(tp: int, sequence: bool, ranks: Any) -> None:
-    for multiple in (1, 4, 16):
-        check(run(ranks, tp, padded_losses, tp, sequence, multiple))
+def test_padded_rows_get_neither_probability_nor_gradient(tp: int, ranks: Any) -> None:
+    sizes = ((8, 1), (9, 1), (9, 4), (9, 16))
+    check(run(ranks, tp, each, padded_head, [(tp, sequence, *size) for sequence in BOOLS for size in sizes]))
 
 
 def copied_model_keeps_its_records() -> list[bool]:

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.distributed import collectives
 from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
-from tests.dist.dense import check, error, mesh, random, run
+from tests.dist.dense import check, each, error, mesh, random, run
 
 S, B, H = 8, 3, 12
 DEGREES = (1, 4)
@@ -76,12 +75,11 @@ def by_logits(tp: int, vocabulary: int, smoothing: float, ignore_index: int | No
     return errors
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("vocabulary", [8, 13, 9], ids=["even", "padded", "a rank without columns"])
 @pytest.mark.parametrize("tp", DEGREES)
-def test_parallel_cross_entropy(tp: int, vocabulary: int, smoothing: float, ranks: Any) -> None:
-    for ignore_index in (None, -100, 3):
-        check(run(ranks, tp, by_logits, tp, vocabulary, smoothing, ignore_index, torch.float32))
+def test_parallel_cross_entropy(tp: int, ranks: Any) -> None:
+    """Vocabularies that are even, padded, and of which a rank has no column."""
+    cases = list(itertools.product([tp], (8, 13, 9), (0.0, 0.1, 1.0), (None, -100, 3), [torch.float32]))
+    check(run(ranks, tp, each, by_logits, cases))
 
 
 @pytest.mark.parametrize("tp", DEGREES)
@@ -160,28 +158,9 @@ def chunked(tp: int, sequence: bool, vocabulary: int, smoothing: float, rows: in
 )
 def test_linear_cross_entropy_at_every_chunk_size(tp: int, sequence: bool, ranks: Any) -> None:
     here = S // tp if sequence else S
-    for vocabulary, smoothing in itertools.product((8, 9, 13), (0.0, 0.1)):
-        for rows in (*range(here + 1), None):  # 0: even one row is more than is asked for
-            check(run(ranks, tp, chunked, tp, sequence, vocabulary, smoothing, rows))
-
-
-def bfloat16(tp: int, sequence: bool) -> dict[str, float]:
-    case = Case(tp, sequence, 13)
-    case.x = case.x.detach().bfloat16().requires_grad_()
-    case.weight = case.weight.detach().bfloat16().requires_grad_()
-    loss = case.loss(100)
-    assert loss.dtype == torch.float32
-    (loss * case.scale).backward()
-    assert case.x.grad is not None
-    assert case.weight.grad is not None
-    assert case.x.grad.dtype == torch.bfloat16
-    return case.errors(loss, case.x.grad.float(), case.weight.grad.float())
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("tp", DEGREES)
-def test_linear_cross_entropy_in_bfloat16(tp: int, sequence: bool, ranks: Any) -> None:
-    check(run(ranks, tp, bfloat16, tp, sequence), 0.03)
+    rows = (*range(here + 1), None)  # 0: even one row is more than is asked for
+    cases = list(itertools.product([tp], [sequence], (8, 9, 13), (0.0, 0.1), rows))
+    check(run(ranks, tp, each, chunked, cases))
 
 
 def in_two_passes(tp: int, sequence: bool) -> dict[str, float]:
@@ -196,29 +175,9 @@ def in_two_passes(tp: int, sequence: bool) -> dict[str, float]:
     return first | second
 
 
-@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", DEGREES)
-def test_gradients_may_be_asked_for_in_two_passes(tp: int, sequence: bool, ranks: Any) -> None:
-    check(run(ranks, tp, in_two_passes, tp, sequence))
-
-
-def accumulated(tp: int) -> dict[str, float]:
-    """Two micro-batches, then a weight that a second loss uses too: gradients add up."""
-    case = Case(tp, False, 13)
-    for _ in range(2):
-        (case.loss(100) * case.scale).backward()
-    (case.weight.square().sum() + case.loss() * case.scale).backward()
-    assert case.x.grad is not None
-    assert case.weight.grad is not None
-    return {
-        "gradient of x": error(case.x.grad, 3 * case.wanted_dx),
-        "gradient of the weight": error(case.weight.grad, 3 * case.wanted_dw + 2 * case.weight.detach()),
-    }
-
-
-@pytest.mark.parametrize("tp", DEGREES)
-def test_gradients_accumulate(tp: int, ranks: Any) -> None:
-    check(run(ranks, tp, accumulated, tp))
+def test_gradients_may_be_asked_for_in_two_passes(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, each, in_two_passes, [(tp, False), (tp, True)]))
 
 
 def test_a_second_derivative_of_a_loss_is_refused() -> None:
@@ -282,61 +241,6 @@ def without_gradient(tp: int, sequence: bool) -> dict[str, float]:
     return {"loss": error(loss, case.wanted), "loss of constants": error(off, case.wanted)}
 
 
-@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", DEGREES)
-def test_evaluation_makes_no_gradients(tp: int, sequence: bool, ranks: Any) -> None:
-    check(run(ranks, tp, without_gradient, tp, sequence))
-
-
-def tied(tp: int, sequence: bool) -> dict[str, float]:
-    """One weight as the table of the input and as the head: its gradient is the sum of both uses."""
-    case = Case(tp, sequence, 13)
-    table = random(2, 13, H).requires_grad_()
-    wanted = F.cross_entropy(
-        (F.embedding(case.target.clamp(min=0), table) @ table.t()).flatten(0, 1), case.target.flatten(), reduction="sum"
-    )
-    wanted.backward()
-    assert table.grad is not None
-    rows = mesh(tp).tp.rank * case.weight.shape[0]
-    local = case.target.clamp(min=0) - rows
-    elsewhere = (local < 0) | (local >= case.held)
-    found = F.embedding(local.masked_fill(elsewhere, 0), case.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-    leave = collectives.scatter_sum_sequence if sequence else collectives.reduce_from_group
-    case.x = leave(found, case.group)
-    loss = case.loss(100)
-    loss.backward()
-    wanted_dw, _ = columns(table.grad.t(), tp, 0.0)
-    assert case.weight.grad is not None
-    return {"loss": error(loss, wanted), "gradient of the weight": error(case.weight.grad, wanted_dw.t())}
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("tp", DEGREES)
-def test_a_tied_weight_gets_the_gradients_of_both_uses(tp: int, sequence: bool, ranks: Any) -> None:
-    check(run(ranks, tp, tied, tp, sequence))
-
-
-def largest_gathered(tp: int, rows: int) -> tuple[int, int, int]:
-    """Rows of the sequence in the largest all-gather, of all calls of forward and backward; calls; rows held here."""
-    case = Case(tp, True, 13)
-    sizes: list[int] = []
-    plain = collectives.all_gather
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        whole = plain(*args, **kwargs)
-        sizes.append(whole.numel() // (B * H))
-        return whole
-
-    collectives.all_gather = watched
-    try:
-        case.loss(rows * B * tp * case.weight.shape[0]).backward()
-    finally:
-        collectives.all_gather = plain
-    return max(sizes), len(sizes), case.x.shape[0]
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_with_sequence_parallelism_the_full_hidden_states_are_never_held(tp: int, ranks: Any) -> None:
-    for largest, calls, here in run(ranks, tp, largest_gathered, tp, 1):
-        assert calls == here, f"{calls} all-gathers for {here} chunks of one row"
-        assert largest == tp, f"an all-gather holds {largest} of {S} rows, where chunks of one row need {tp}"
+def test_evaluation_makes_no_gradients(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, each, without_gradient, [(tp, False), (tp, True)]))

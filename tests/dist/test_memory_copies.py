@@ -123,49 +123,32 @@ def train_where_a_part_does_not_fit(config: Config, memory: Path, before: int) -
         return train(config, memory, before, 0)
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_folder_that_is_not_this_users_alone_gets_no_copies(is_link: bool, tmp_path: Path, ranks: Any) -> None:
+    there, target = folder(tmp_path, 0), tmp_path / "target"
+    target.mkdir(0o700)
+    there.symlink_to(target) if is_link else there.mkdir(0o755)
+    problem = str(ranks(2).run(train, config_of(), tmp_path, 1, 0)[0].problem)
+    assert f"{there} " in problem
+    assert ("must be a folder of yours, and no link" if is_link else "must be 0700 or stricter, as ") in problem
+    assert not [*target.iterdir(), *there.iterdir()]
+
+
 def test_a_part_that_does_not_fit_ends_the_copies_and_no_training(tmp_path: Path, ranks: Any) -> None:
     seen = ranks(4).run(train_where_a_part_does_not_fit, config_of(), tmp_path, 3)[0]
     assert len(seen.losses) == 3
     assert seen.problem == f"{folder(tmp_path, 0)}: No space left on device"
 
 
-@pytest.mark.slow
-def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
+def test_parts_of_another_run_start_or_data_and_damaged_ones_count_as_missing(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     ranks(4).run(train, config, tmp_path, 3, 0, "*/rank-0001-step-00000003")
     again = ranks(4).run(train, config, tmp_path, 0, 0)[0]
     assert (again.step, again.received) == (2, 0), "the step before is whole"
-
-
-def test_parts_of_another_run_start_or_data_count_as_missing(tmp_path: Path, ranks: Any) -> None:
-    config = config_of()
-    ranks(4).run(train, config, tmp_path, 3, 0)
     for node in range(2):
         shutil.copytree(folder(tmp_path, node), tmp_path / f"shardwise-{os.getuid()}-other-n{node}")
     for began, run, data in (((), RUN, "f"), ((3,), RUN, "f"), (None, "other", "f"), (None, RUN, "g")):
         assert ranks(4).run(train, config, tmp_path, 0, 0, None, began, run, data)[0].step is None
-
-
-@pytest.mark.parametrize(
-    "trap", ["a link", pytest.param("others may read it", marks=pytest.mark.slow), "another user's"]
-)
-def test_a_folder_that_is_not_this_users_alone_gets_no_copies(trap: str, tmp_path: Path, ranks: Any) -> None:
-    there, target = folder(tmp_path, 0), tmp_path / "target"
-    target.mkdir(0o700)
-    if trap == "a link":
-        there.symlink_to(target)
-    else:
-        there.mkdir(0o700 if trap == "another user's" else 0o755)
-    if trap == "another user's":
-        if os.geteuid() != 0:
-            pytest.skip("only root gives files to another user")
-        os.chown(there, 65534, 65534)
-    seen = ranks(2).run(train, config_of(), tmp_path, 1, 0)[0]
-    told = "must be 0700 or stricter, as " if trap == "others may read it" else "must be a folder of yours, and no link"
-    assert seen.problem is not None
-    assert f"{there} " in seen.problem
-    assert told in seen.problem
-    assert not [*target.iterdir(), *there.iterdir()]
 
 
 @pytest.mark.slow

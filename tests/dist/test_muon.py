@@ -1,6 +1,6 @@
 """Muon over real ranks: each matrix is orthogonalized whole and once, however it is cut."""
 
-import functools
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +18,12 @@ from tests.dist import checkpoints
 from tests.dist.cells import DROPOUT
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
-from tests.dist.test_lamb import MODELS
-from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, SMALL_MODELS, make_config, make_data, sizes
+from tests.sweeps import few
 
-STEPS, LONG = 3, 20
+STEPS = 3
 LR, ADAMW_LR, DECAY = 1e-2, 4e-3, 0.1
-HEADS = 8
-SIZES = sizes(heads=HEADS, spread=0.05)
+SIZES = sizes(spread=0.05)
 BLOCK_NAMES = ("layers.", ".h.", ".layer.")
 IN_OUT = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
@@ -54,7 +53,7 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
     """The largest difference from torch's Muon and AdamW, on every canonical tensor, after a few given gradients."""
     options = {"ns_dtype": "bfloat16", "adamw_lr": ADAMW_LR, "split_heads": split_heads}
     config = make_config(
-        model=MODELS[name],
+        model=SMALL_MODELS[name],
         parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
         optimizer={"name": "muon", "lr": LR, "weight_decay": DECAY, "max_norm": None, "muon": options, **keys},
     )
@@ -106,16 +105,10 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any], bool]] = {
     "pp2-dp2-zero1": (1, 2, {"zero": 1, "bucket_mib": 0.002}, False),
     "tp2-pp2": (2, 2, {}, False),
 }
-ALWAYS = "tp2-dp2-zero1-sp"
-OFTEN_CUT = (("llama", "tp4-heads"), ("llama tied, biases", ALWAYS))
-CELLS = [
-    pytest.param(layout, name, marks=() if (name, layout) in OFTEN_CUT else pytest.mark.slow)
-    for layout in LAYOUTS
-    for name in MODELS
-]
+OFTEN = (("tp4-heads", "llama"), ("tp2-dp2-zero1-sp", "llama tied, biases"))
 
 
-@pytest.mark.parametrize(("layout", "name"), CELLS)
+@pytest.mark.parametrize(("layout", "name"), few(itertools.product(LAYOUTS, SMALL_MODELS), *OFTEN))
 def test_canonical_matrices_move_as_by_torchs_muon(name: str, layout: str, ranks: Any) -> None:
     """Fused, transposed, interleaved, copied and tied tensors; at a bound that rounding in bfloat16 alone would break.
 
@@ -126,34 +119,16 @@ def test_canonical_matrices_move_as_by_torchs_muon(name: str, layout: str, ranks
 
 
 def test_one_process_moves_as_torchs_muon() -> None:
-    for name in MODELS:
+    for name in SMALL_MODELS:
         assert errors_of_weights(name, 1, 1, {}, False) <= 1e-6, name
 
 
-# ---- twenty steps at eight ranks
-
-EIGHT: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
-    "llama-tp2sp-pp2-dp2-zero1": ("llama", {"tensor": 2, "sequence": True, "pipeline": 2}, 1, {}),
-    "gpt-tp2-dp4-zero0-heads": ("gpt", {"tensor": 2}, 0, {"split_heads": True}),
-    "neox-tp4-dp2-zero1-heads": ("gpt_neox", {"tensor": 4}, 1, {"split_heads": True, "nesterov": False}),
-    "bert-dp8-zero3": ("bert", {"replicate": 2}, 3, {"adjust_lr_fn": "original"}),
-    "llama-tp8sp": ("llama", {"tensor": 8, "sequence": True}, 1, {"split_heads": True, "adjust_lr_fn": "original"}),
-    "gpt-pp2-dp4-zero1": ("gpt", {"pipeline": 2}, 1, {"nesterov": False}),
-    "neox-tp2sp-pp2-dp2-zero0": ("gpt_neox", {"tensor": 2, "sequence": True, "pipeline": 2}, 0, {}),
-    "bert-tp4-pp2": ("bert", {"tensor": 4, "pipeline": 2}, 1, {"nesterov": False, "split_heads": True}),
-    "llama-dp8-zero0": ("llama", {}, 0, {"nesterov": False}),
-    "gpt-tp8sp": ("gpt", {"tensor": 8, "sequence": True}, 1, {"adjust_lr_fn": "original"}),
-}
-
-
-def configuration(
-    family: str, parallel: dict[str, Any], zero: int, options: dict[str, Any], **train_keys: Any
-) -> Config:
+def configuration(family: str, parallel: dict[str, Any], zero: int) -> Config:
     return make_config(
         model=SIZES | FAMILIES[family] | dict.fromkeys(DROPOUT[family], 0.0),
         parallel=parallel,
-        optimizer={"name": "muon", "lr": 3e-3, "zero": zero, "bucket_mib": 0.02, "muon": options},
-        train={"micro_batch": 1} | train_keys,
+        optimizer={"name": "muon", "lr": 3e-3, "zero": zero, "bucket_mib": 0.02},
+        train={"micro_batch": 1},
     )
 
 
@@ -176,19 +151,20 @@ def losses_and_iterations(config: Config, steps: int) -> tuple[list[float], list
     return losses, shapes
 
 
-@functools.cache
-def alone(cell: str) -> tuple[list[float], list[tuple[int, ...]]]:
-    family, _, _, options = EIGHT[cell]
-    return losses_and_iterations(configuration(family, {}, 0, options), LONG)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", EIGHT)
-def test_eight_ranks_train_like_one_process(cell: str, ranks: Any) -> None:
-    """20 losses; and over all ranks, each matrix is iterated on once a step, by ranks that have equal work."""
-    family, parallel, zero, options = EIGHT[cell]
-    wanted, shapes = alone(cell)
-    every_rank = ranks(8).run(losses_and_iterations, configuration(family, parallel, zero, options), LONG)
+@pytest.mark.parametrize(
+    ("family", "parallel", "zero"),
+    few(
+        [
+            ("gpt", {"tensor": 2, "sequence": True, "pipeline": 2}, 1),
+            ("gpt_neox", {"tensor": 2}, 0),
+            ("bert", {"replicate": 2}, 3),
+        ],
+    ),
+)
+def test_each_matrix_is_iterated_on_once(family: str, parallel: dict[str, Any], zero: int, ranks: Any) -> None:
+    """By ranks that have equal work; and the losses are those of one process."""
+    wanted, shapes = losses_and_iterations(configuration(family, {}, 0), STEPS)
+    every_rank = ranks(4).run(losses_and_iterations, configuration(family, parallel, zero), STEPS)
     for losses, _ in every_rank:
         assert losses == pytest.approx(wanted, rel=1e-5)
     assert sorted(shape for _, of_rank in every_rank for shape in of_rank) == sorted(shapes)
@@ -197,24 +173,12 @@ def test_eight_ranks_train_like_one_process(cell: str, ranks: Any) -> None:
     assert max(work) - min(work) <= largest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [4, LONG])
-def test_bfloat16_is_equal_to_the_bit_where_training_is_bitwise(steps: int, ranks: Any) -> None:
-    options = {"ns_dtype": "bfloat16"}
-    keys = {"bitwise": True, "data_grain": 8}
-    grain = {"grain": 8}
-    wanted, _ = losses_and_iterations(configuration("llama", grain, 0, options, **keys), steps)
-    layout = {"tensor": 2, "sequence": True, "pipeline": 2, **grain}
-    for losses, _ in ranks(8).run(losses_and_iterations, configuration("llama", layout, 1, options, **keys), steps):
-        assert losses == wanted
-
-
 # ---- checkpoints
 
 
 def test_momentum_is_the_same_to_the_bit_at_another_layout(ranks: Any, tmp_path: Path) -> None:
     """Saved by TP 2 × DP 2 under ZeRO-1, of GPT's transposed and merged tensors; read by four other layouts."""
-    source = configuration("gpt", {"tensor": 2, "sequence": True}, 1, {})
+    source = configuration("gpt", {"tensor": 2, "sequence": True}, 1)
     saved = ranks(4).run(checkpoints.run, source, 2, 0, None, str(tmp_path))[0].state
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= set(saved)
     name = next(name for name in saved["model"] if name.endswith("c_attn.weight"))
@@ -222,7 +186,7 @@ def test_momentum_is_the_same_to_the_bit_at_another_layout(ranks: Any, tmp_path:
     assert not saved["exp_avg"][name].any()
     (folder,) = tmp_path.glob("*")
     for parallel, zero in (({"tensor": 4}, 0), ({"pipeline": 2}, 1), ({"pipeline": 2, "tensor": 2}, 0), ({}, 0)):
-        config = configuration("gpt", parallel, zero, {})
+        config = configuration("gpt", parallel, zero)
         found = ranks(4).run(checkpoints.run, config, 0, 0, str(folder), None)[0].state
         for state, tensors in saved.items():
             for tensor, values in tensors.items():

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Config, check_layout, load_config
+from shardwise.config import Config, load_config
 from shardwise.config.pipeline_schedule_specs import SCHEDULES, ScheduleSpec
 from shardwise.pipeline import action_order as orders
 from shardwise.pipeline.action_order import Action, action_order
 from shardwise.pipeline.timeline import StageTimes, timeline
-from shardwise.train.summary import dry_run
-from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.makespan import makespan
-from shardwise_plan.search import search_layouts
 from tests.dist.training import make_config, train
 
 NAME = "two_phases"
@@ -66,23 +63,6 @@ def test_its_order_is_simulated() -> None:
             assert action_order(new, 4, rank) == action_order(known, 4, rank)
         assert timeline(new, 4, stages, 0.1, "none") == timeline(known, 4, stages, 0.1, "none")
         assert makespan(new, 4, stages, 0.1, "none") == pytest.approx(makespan(known, 4, stages, 0.1, "none"))
-
-
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_it_is_planned_as_the_one_that_it_repeats() -> None:
-    config = load_config("gpt3-tiny", ["train.global_batch=32"])
-    on = parse_cluster("h100:4")
-    fixed = ("parallel.schedule", "parallel.pipeline", "parallel.tensor", "train.micro_batch")
-    with added():
-        known, new = (
-            search_layouts(with_schedule(config, name), on, fixed=fixed, best=4).plans for name in ("gpipe", NAME)
-        )
-        assert [plan.memory for plan in new] == [plan.memory for plan in known]
-        assert [plan.time.total for plan in new] == pytest.approx([plan.time.total for plan in known])
-        chosen = with_schedule(config, NAME)
-        text = dry_run("gpt3-tiny", chosen, check_layout(chosen, 4), "cpu", False)
-    assert f"{NAME}, 2 stages, " in text
-    assert "by its order of work" in text, "it has no formula for its bubble"
 
 
 def trained(config: Config) -> list[float]:

@@ -4,34 +4,37 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import config_from_sections
+from shardwise.config import Config
 from shardwise.distributed.placement import placements
+from shardwise.models.build import build_model
 from shardwise.train.build import _parameter_groups, _require_matches
 from tests.dist.dense import mesh
 from tests.dist.dense import run as on_ranks
-from tests.dist.test_export import LLAMA, SIZES
+from tests.dist.training import FAMILIES, make_config, sizes
+
+MODEL = sizes(hidden=32, feed_forward=48, heads=4) | FAMILIES["llama"]
+
+
+def model_of(tensor: int, no_decay: list[str] | None) -> tuple[nn.Module, Config]:
+    config = make_config(
+        model=MODEL | {"attention_bias": True},
+        parallel={"tensor": tensor},
+        optimizer={"weight_decay": 0.1, "no_decay": no_decay},
+    )
+    return build_model(config, mesh(tensor).tp, sequence_parallel=False, dtype=torch.float32), config
 
 
 def decaying(tensor: int, no_decay: list[str] | None) -> dict[str, float]:
     """Canonical name → weight decay on this rank."""
-    from shardwise.models.build import build_model
-
-    config = config_from_sections(
-        {
-            "model": SIZES | LLAMA | {"attention_bias": True},
-            "parallel": {"tensor": tensor},
-            "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
-            "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "no_decay": no_decay},
-        }
-    )
-    model = build_model(config, mesh(tensor).tp, sequence_parallel=False, dtype=torch.float32)
+    model, config = model_of(tensor, no_decay)
     names: dict[Any, list[str]] = {p: [piece.name for piece in record.pieces] for _, p, record in placements(model)}
     return {
-        name: float(str(group["weight_decay"]))
+        name: float(group["weight_decay"])
         for group in _parameter_groups(model, config.optimizer)
-        for parameter in group["params"]  # type: ignore[attr-defined]
+        for parameter in group["params"]
         for name in names[parameter]
     }
 
@@ -48,26 +51,16 @@ def test_weights_without_decay(ranks: Any, size: int) -> None:
             assert {"model.norm.weight", "model.embed_tokens.weight"} <= found.keys()
 
 
-def test_a_pattern_that_splits_a_parameter_is_refused(ranks: Any) -> None:
+def test_a_pattern_that_splits_a_parameter_is_refused() -> None:
     problem = "no_decay .*must match all or none of .*q_proj.*it matches .*k_proj"
     with pytest.raises(ConfigError, match=problem):
         decaying(1, ["*.k_proj.weight"])
 
 
-def refused(mesh_size: int, no_decay: list[str]) -> str:
+def refused(tensor: int, no_decay: list[str]) -> str:
     """What is said of the patterns on this rank, which holds some of the weights."""
-    from shardwise.models.build import build_model
-
-    values = {
-        "model": SIZES | LLAMA,
-        "parallel": {"tensor": mesh_size},
-        "optimizer": {"lr": 1e-3, "no_decay": no_decay},
-    }
-    config = config_from_sections({**values, "train": {"steps": 1, "global_batch": 4, "sequence_length": 8}})
-    on = mesh(mesh_size)
-    model = build_model(config, on.tp, sequence_parallel=False, dtype=torch.float32)
     try:
-        _require_matches(no_decay, model, on)
+        _require_matches(no_decay, model_of(tensor, no_decay)[0], mesh(tensor))
     except ConfigError as error:
         return str(error)
     return ""

@@ -11,7 +11,6 @@ from shardwise.pipeline.stages import Stages
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
-from tests.rank_pool import RankPool
 from tests.sweeps import few
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -43,21 +42,18 @@ def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool
     return "no error", False
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({"optimizer": {"zero": 0}}, marks=pytest.mark.slow),
-        pytest.param({"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
-        {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
-        pytest.param({"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
-        {"parallel": {"tensor": 2, "sequence": True}},
-    ],
-    ids=["dp2-zero0", "dp2-zero1", "dp2-accumulation4", "tp2", "tp2-sp"],
-)
+CUT: dict[str, dict[str, Any]] = {
+    "dp2-zero0": {"optimizer": {"zero": 0}},
+    "dp2-accumulation4": {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}},
+}
+
+
+@pytest.mark.parametrize("cut", few(CUT, "dp2-accumulation4", "tp2-sp"))
 @pytest.mark.parametrize("where", ["weight", "gradient"])
-def test_all_ranks_stop_before_the_update(where: str, sections: dict[str, Any], ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    outcomes = pool.run(stop, sections, where, 1)
+def test_all_ranks_stop_before_the_update(where: str, cut: str, ranks: Any) -> None:
+    outcomes = ranks(2).run(stop, CUT[cut], where, 1)
     texts = {text for text, _ in outcomes}
     assert len(texts) == 1, texts
     text = texts.pop()
@@ -70,7 +66,7 @@ def test_all_ranks_stop_before_the_update(where: str, sections: dict[str, Any], 
         assert "the loss (nan)" not in text
         assert "model.layers.1.mlp.down_proj.weight is the first parameter" in text
         # Under sequence parallelism the gradient is gathered before it meets a weight: both ranks see it at once.
-        assert f"on rank {0 if sections.get('parallel', {}).get('sequence') else 1}, " in text
+        assert f"on rank {0 if cut == 'tp2-sp' else 1}, " in text
 
 
 def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
@@ -99,8 +95,7 @@ def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("schedule", few(["zbv", "1f1b", "interleaved"], "zbv"))
 def test_a_pipeline_names_the_first_fault_of_all_stages(schedule: str, ranks: Any) -> None:
     """A later stage's gradient spoils those of all earlier stages."""
-    pool: RankPool = ranks(2)
     for where, poisoned, named in (("weight", (3, 6), 3), ("weight", (5,), 5), ("gradient", (2, 5), 5)):
-        said = pool.run(stop_pipeline, schedule, where, poisoned)
+        said = ranks(2).run(stop_pipeline, schedule, where, poisoned)
         assert len(set(said)) == 1, said
         assert f", {DEEP.format(named)} is the first parameter" in said[0], f"{where} of blocks {poisoned}: {said[0]}"

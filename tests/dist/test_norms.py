@@ -1,32 +1,31 @@
 """Norms and partial gradients of a model that is cut, over every layout."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
+from shardwise import LAMB, ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
-from tests.rank_pool import RankPool
+from tests.sweeps import few
 
 
-def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[str, int]]:
+def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], int]:
     """Norms and what they should be, and the sums of partial gradients over the tensor-parallel ranks."""
     config = make_config(**sections)
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, mesh, make_data())
-    micro_batches = trainer.feed.at(0)
-    trainer.passes.run(micro_batches, step=1)
-    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
-    before = sum(meter.calls["all_reduce"] for meter in meters)
+    trainer.passes.run(trainer.feed.at(0), step=1)
+    before = sum(meter.calls["all_reduce"] for meter in mesh.tp.meters.values())
     found = [float(norm) for norm in trainer.optimizer.norms()]
-    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
-    sums = {"calls": sum(meter.calls["all_reduce"] for meter in meters) - before, "micro": len(micro_batches)}
+    sums = sum(meter.calls["all_reduce"] for meter in mesh.tp.meters.values()) - before
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     weights = canonical_weights(trainer.model)
     wanted = [float(torch.stack([t.norm() for t in of.values()]).norm()) for of in (gradients, weights)]
@@ -37,25 +36,22 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
-@pytest.mark.parametrize(
-    ("world", "sections", "sums"),
-    [
-        pytest.param(2, {"parallel": {"tensor": 2}}, 0, marks=pytest.mark.slow),
-        pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
-        (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
-        # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
-        pytest.param(4, {"parallel": {"tensor": 4}, "model": BIASED}, 1, marks=pytest.mark.slow),
-        (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
-        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
-        (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
-    ],
-)
+CUT: list[tuple[int, dict[str, Any], int]] = [
+    (2, {"parallel": {"tensor": 2}}, 0),
+    (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
+    # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
+    (4, {"parallel": {"tensor": 4}, "model": BIASED}, 1),
+    (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
+    (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
+]
+
+
+@pytest.mark.parametrize(("world", "sections", "sums"), few(CUT, CUT[1], CUT[3], CUT[4]))
 def test_norms_count_every_element_once(world: int, sections: dict[str, Any], sums: int, ranks: Any) -> None:
     """And partial gradients are summed once a step for each group, however many micro-batches (fault 1)."""
-    pool: RankPool = ranks(world)
-    for found, wanted, counted in pool.run(cut_norms, sections):
+    for found, wanted, counted in ranks(world).run(cut_norms, sections):
         assert found == pytest.approx(wanted, rel=1e-6)
-        assert counted["calls"] == sums, counted
+        assert counted == sums
 
 
 def recorded_norms(every: int | None) -> list[tuple[float, float | None]]:
@@ -68,10 +64,9 @@ def recorded_norms(every: int | None) -> list[tuple[float, float | None]]:
 
 
 def test_parameters_are_measured_in_logged_steps_and_gradients_alike_in_all(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    measured = pool.run(recorded_norms, None)[0]
+    measured = ranks(2).run(recorded_norms, None)[0]
     wanted = [(gradient, None if step % 2 else parameter) for step, (gradient, parameter) in enumerate(measured, 1)]
-    assert pool.run(recorded_norms, 2)[0] == wanted
+    assert ranks(2).run(recorded_norms, 2)[0] == wanted
 
 
 def short_copied_bias() -> list[float]:
@@ -90,7 +85,31 @@ def short_copied_bias() -> list[float]:
     return [found, float(nn.utils.get_total_norm(list(canonical_gradients(layers, optimizer).values())))]
 
 
-def test_short_copies_count_once(ranks: Any) -> None:
-    pool: RankPool = ranks(4)
-    for found, wanted in pool.run(short_copied_bias):
+def plain_beside_cut() -> list[float]:
+    """A model with plain torch layers beside sharded ones."""
+    mesh = shared_mesh(2)
+    model = nn.ModuleList([ColumnParallelLinear(8, 12, group=mesh.tp, seed=1, name="cut"), nn.LayerNorm(8)])
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, mesh=mesh, average=False)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    return [float(optimizer.norms()[0]), math.sqrt(12 * 8 + 12 + 8 + 8)]
+
+
+@pytest.mark.parametrize("measure", [short_copied_bias, plain_beside_cut])
+def test_copies_and_plain_layers_count_once(measure: Callable[[], list[float]], ranks: Any) -> None:
+    for found, wanted in ranks(4).run(measure):
         assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def same_name_twice() -> str:
+    mesh = Mesh(pipeline=2, device="cpu")
+    layer = ColumnParallelLinear(8, 12, group=mesh.tp, seed=1, name="layers.0")
+    with pytest.raises(ValueError, match="must together hold each canonical tensor once") as caught:
+        ZeroRedundancyOptimizer(layer.parameters(), LAMB, mesh=mesh).step()
+    return str(caught.value)
+
+
+def test_a_tensor_held_twice_is_an_error_on_every_rank(ranks: Any) -> None:
+    for said in ranks(4).run(same_name_twice):
+        assert "layers.0.weight of shape (12, 8): 192 of 96 elements" in said
+        assert said.endswith("Give mesh=, and each layer a name of its own")

@@ -1,61 +1,79 @@
 """A new optimizer is its class and one record: dry run, plan, training with ZeRO-1, resume and verify then know it."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import pytest
+import torch
 
-from shardwise.cli.entry import main
-from shardwise.config import Layout, load_config
-from shardwise.estimates.memory import checkpoint_bytes, expected_memory
-from shardwise.verify.cell_training import train_reference
+from shardwise.config import Config, load_config
+from shardwise.config.optimizer_specs import OPTIMIZERS, OptimizerSpec
+from shardwise.verify.cell_training import make_trainer, train_cell, train_reference
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature
-from shardwise.verify.tolerance import Tolerance
-from tests.dist.one_moment import recorded, train_and_resume
-from tests.rank_pool import RankPool
+from shardwise.verify.tolerance import LayoutDifferences, Tolerance
+from tests.command_line import CommandLine
 
 RECIPE = "llama2-tiny"
 CHOICE = "optimizer.name=momentum"
 
 
-def test_a_dry_run_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+class Momentum(torch.optim.Optimizer):
+    """Gradient descent with momentum: m ← β₁ m + g, w ← w − lr · (m + λ w)."""
+
+    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                moment.mul_(group["betas"][0]).add_(p.grad.to(p.dtype))
+                p.sub_(moment + group["weight_decay"] * p, alpha=float(group["lr"]))
+
+
+RECORD = OptimizerSpec(
+    name="momentum",
+    path=f"{__name__}:Momentum",
+    keys=("lr", "betas"),
+    states=("moment",),
+    update_values=13,
+    eps=1e-8,
+    miniature_lr=1e-2,
+    summary="momentum",
+)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside, `optimizer.name=momentum` is known in this process."""
+    OPTIMIZERS[RECORD.name] = RECORD
+    try:
+        yield
+    finally:
+        del OPTIMIZERS[RECORD.name]
+
+
+def train_and_resume(config: Config, cell: Cell, folder: Path, source: Path) -> tuple[LayoutDifferences, list[str]]:
+    """Train on this rank, save, resume from `source`; return differences from one process, and names of the state."""
     with recorded():
-        assert main(["train", RECIPE, CHOICE, "--dry-run"]) == 0
-    assert "\n# optimizer      momentum\n" in capsys.readouterr().out
+        differences, _ = train_cell(config, cell, folder, source, folder / "two-ranks")
+        trainer = make_trainer(config, cell)
+        trainer.step()
+        (state,) = {tuple(state) for state in trainer.optimizer.inner.state.values()}
+        trainer.feed.close()
+    return differences, list(state)
 
 
-def test_a_plan_lists_layouts_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_it_and_a_plan_lists_layouts_for_it(cli: CommandLine) -> None:
     with recorded():
-        assert main(["plan", RECIPE, CHOICE, "--device", "cpu:2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"]
+        assert "\n# optimizer      momentum\n" in cli("train", RECIPE, CHOICE, "--dry-run").out
+        assert cli.facts("plan", RECIPE, CHOICE, "--device", "cpu:2")["plans"]
 
 
-@pytest.mark.parametrize("mode", ["float32", "mixed"])
-def test_memory_and_checkpoint_are_smaller_by_one_moment(mode: str) -> None:
-    layout = Layout(2)
-    with recorded():
-        configs = [
-            load_config(RECIPE, [choice, f"precision.mode={mode}"]) for choice in (CHOICE, "optimizer.name=adamw")
-        ]
-        memory, adamw_memory = (expected_memory(config, layout) for config in configs)
-        saved, adamw_saved = (checkpoint_bytes(config) for config in configs)
-    assert memory is not None
-    assert adamw_memory is not None
-    assert saved is not None
-    assert adamw_saved is not None
-    itemsize = 4 if mode == "float32" else 2
-    elements = memory.parameters // itemsize
-    assert adamw_memory.optimizer - memory.optimizer == 4 * elements // layout.data
-    assert adamw_memory.total - memory.total == 4 * elements // layout.data
-    weights = saved // (itemsize + 4 * (1 if mode == "float32" else 2))
-    assert adamw_saved - saved == 4 * weights
-
-
-def test_two_ranks_with_zero_train_and_resume_like_one_process(
-    tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_two_ranks_with_zero_train_and_resume_like_one_process(tmp_path: Path, ranks: Any) -> None:
     cell = Cell(ranks=2, zero=1)
     with recorded():
         config = miniature(load_config(RECIPE, [CHOICE]), [cell], 4, has_accelerator=False)

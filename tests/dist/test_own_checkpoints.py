@@ -15,7 +15,6 @@ from shardwise.distributed import collectives
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Mixed
 from tests.dist.test_drift import flip
-from tests.rank_pool import RankPool
 
 
 def parts() -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
@@ -41,8 +40,7 @@ def groups_after_saves(folder: str, gives_mesh: bool) -> list[int]:
 @pytest.mark.parametrize("gives_mesh", [False, True])
 def test_saves_make_no_further_process_groups(gives_mesh: bool, ranks: Any, tmp_path: Path) -> None:
     """A group stays, with its sockets, until the process ends: a long loop would run out of file descriptors."""
-    pool: RankPool = ranks(2)
-    for after_2, after_5 in pool.run(groups_after_saves, str(tmp_path), gives_mesh):
+    for after_2, after_5 in ranks(2).run(groups_after_saves, str(tmp_path), gives_mesh):
         assert after_2 == after_5
 
 
@@ -73,8 +71,7 @@ def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> N
     """Else the others would wait for it until the collective gives up."""
     taken = tmp_path / "taken"
     taken.touch()
-    pool: RankPool = ranks(2)
-    one, other = pool.run(refused, str(tmp_path / "saved"), str(taken), timeout=30.0)
+    one, other = ranks(2).run(refused, str(tmp_path / "saved"), str(taken), timeout=30.0)
     assert one == other
     assert one[0] == f"StoreError: {taken} cannot be made: File exists"
     assert one[1].startswith("ConfigError: step (None) must be")
@@ -119,18 +116,17 @@ def test_a_model_with_torchs_own_modules_resumes_at_any_layout(
     world: int, options: dict[str, Any], ranks: Any, tmp_path: Path
 ) -> None:
     """They are whole on every tensor-parallel rank: saved and counted once, begun with the first rank's values."""
-    pool: RankPool = ranks(world)
     one, cut, last = (str(tmp_path / name) for name in ("one", "cut", "last"))
     first, said = trained(1, None, one, {})
     assert not said
     second, _ = trained(1, one, last, {})
-    for rank, (found, said) in enumerate(pool.run(trained, 2, None, cut, options)):
+    for rank, (found, said) in enumerate(ranks(world).run(trained, 2, None, cut, options)):
         assert found == pytest.approx(first, rel=1e-5)
         assert len(said) == (rank == 0)
         if said:
             assert "and they began with other values on other ranks: embedding.weight, frozen.weight and" in said[0]
     assert trained(1, cut, last, {})[0] == pytest.approx(second, rel=1e-5)
-    for found, _ in pool.run(trained, 2, one, last, options):
+    for found, _ in ranks(world).run(trained, 2, one, last, options):
         assert found == pytest.approx(second, rel=1e-5)
 
 
@@ -160,8 +156,7 @@ def with_other_gradients(at: int) -> tuple[int, str]:
 @pytest.mark.parametrize("at", [0, 1])
 def test_other_gradients_of_a_whole_parameter_are_refused(at: int, ranks: Any) -> None:
     """As under sequence parallelism, where each rank has a part of them: the copies would drift apart."""
-    pool: RankPool = ranks(2)
-    (done, said), other = pool.run(with_other_gradients, at)
+    (done, said), other = ranks(2).run(with_other_gradients, at)
     assert (done, said) == other
     assert done == at
     assert said.startswith(
@@ -185,8 +180,7 @@ def with_rounded_gradients(folder: str) -> str:
 
 def test_copies_stay_equal_where_kernels_round_otherwise(ranks: Any, tmp_path: Path) -> None:
     """Else no checkpoint could be saved, which compares the copies bit for bit."""
-    pool: RankPool = ranks(2)
-    assert pool.run(with_rounded_gradients, str(tmp_path)) == [str(tmp_path / "step-00000003")] * 2
+    assert ranks(2).run(with_rounded_gradients, str(tmp_path)) == [str(tmp_path / "step-00000003")] * 2
 
 
 def drifted(folder: str) -> list[str]:
@@ -207,8 +201,7 @@ def drifted(folder: str) -> list[str]:
 
 
 def test_a_save_compares_the_copies_and_the_mesh(ranks: Any, tmp_path: Path) -> None:
-    pool: RankPool = ranks(2)
-    one, other = pool.run(drifted, str(tmp_path / "saved"))
+    one, other = ranks(2).run(drifted, str(tmp_path / "saved"))
     assert one == other
     assert "parameters have drifted apart: frozen.bias on ranks [1] differs from rank 0" in one[0]
     assert "parameters have drifted apart: late.weight on ranks [1] differs from rank 0" in one[1]
@@ -227,6 +220,5 @@ def stages_of_one_name(folder: str) -> str:
 
 def test_stages_with_one_name_for_two_parameters_are_refused(ranks: Any, tmp_path: Path) -> None:
     """Only those of the first stage would be saved."""
-    pool: RankPool = ranks(2)
-    for said in pool.run(stages_of_one_name, str(tmp_path)):
+    for said in ranks(2).run(stages_of_one_name, str(tmp_path)):
         assert said.startswith("pipeline stages must name their parameters differently, and several have 0.weight and")

@@ -13,7 +13,6 @@ from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Sharded
 from tests.dist.test_zero import difference, loss_of, make_model
-from tests.rank_pool import RankPool
 
 # ---- parameters
 
@@ -40,8 +39,7 @@ def frozen_parameters() -> list[float]:
 
 
 def test_frozen_parameters_take_the_first_ranks_values(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    one, other = pool.run(frozen_parameters)
+    one, other = ranks(2).run(frozen_parameters)
     assert one == other
     assert one[6] == 1.0
     assert one[-1] == 0.0
@@ -76,8 +74,7 @@ def other_parameters() -> list[str]:
 
 def test_other_parameters_on_another_rank_are_refused_with_the_first_difference(ranks: Any) -> None:
     """Another order of equal shapes, too, where the parameters have names."""
-    pool: RankPool = ranks(2)
-    one, other = pool.run(other_parameters)
+    one, other = ranks(2).run(other_parameters)
     assert one == other
     start = "all ranks must give the optimizer the same parameters in the same order; parameter"
     float32 = "of torch.float32 in group 0"
@@ -106,8 +103,8 @@ def stepped_after_norms(measures: bool) -> list[Tensor]:
 
 def test_parameters_may_be_added_after_the_norm_was_measured(ranks: Any) -> None:
     """The gradients that are summed already, over data and sequence, are not summed again."""
-    pool: RankPool = ranks(2)
-    for found, wanted in zip(pool.run(stepped_after_norms, True), pool.run(stepped_after_norms, False), strict=True):
+    measured, plain = (ranks(2).run(stepped_after_norms, measures) for measures in (True, False))
+    for found, wanted in zip(measured, plain, strict=True):
         assert all(map(torch.equal, found, wanted))
         assert not torch.equal(wanted[0], torch.ones(4))
         assert not torch.equal(wanted[1], torch.ones(4))
@@ -159,9 +156,8 @@ def test_clips_the_whole_models_gradient_by_hand_with_and_without_overlap(ranks:
         loss_of(model, step).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2))
         optimizer.step()
-    pool: RankPool = ranks(2)
     for stage in (1, 0):
-        for outcome in pool.run(clipped, stage):
+        for outcome in ranks(2).run(clipped, stage):
             for found, weights in outcome:
                 assert difference([found], [torch.stack(norms)]) <= 1e-6
                 assert difference(weights, [p.detach() for p in model.parameters()]) <= 1e-6
@@ -207,8 +203,7 @@ def test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one(
     overlap: bool, options: dict[str, Any], ranks: Any
 ) -> None:
     """And halve their scales together; the other steps are those of one process without a scaler."""
-    pool: RankPool = ranks(2)
-    (scales, weights), (other_scales, other_weights) = pool.run(scaled, overlap, options)
+    (scales, weights), (other_scales, other_weights) = ranks(2).run(scaled, overlap, options)
     assert scales == other_scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0]
     assert all(map(torch.equal, weights, other_weights))
     model = make_model()
@@ -240,5 +235,4 @@ def scaled_and_cut() -> tuple[float, float]:
 
 
 def test_tensor_parallel_ranks_skip_a_scaled_step_together(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    assert pool.run(scaled_and_cut) == [(1.0, 0.0)] * 2
+    assert ranks(2).run(scaled_and_cut) == [(1.0, 0.0)] * 2

@@ -14,15 +14,13 @@ from shardwise_use.generation import TokenSampler, generate_tokens
 from tests.dist import checkpoints
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import Outcome, make_config, make_data, train, whole
+from tests.sweeps import few
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
-SLOW = pytest.mark.slow
 CELLS = [
-    pytest.param("Plain", {}, marks=SLOW),
     ("Sharded", {"tensor": 2, "schedule": "interleaved"}),
-    pytest.param("Plain", {"schedule": "interleaved_zero_bubble"}, marks=SLOW),
-    pytest.param("Plain", {"schedule": "dualpipev"}, marks=SLOW),
-    pytest.param("Sharded", {"tensor": 2, "sequence": True, "schedule": "zbv"}, marks=SLOW),
+    ("Plain", {"schedule": "interleaved_zero_bubble"}),
+    ("Plain", {"schedule": "dualpipev"}),
 ]
 
 
@@ -35,7 +33,7 @@ def alone(name: str) -> Outcome:
     return train(configuration(name))
 
 
-@pytest.mark.parametrize(("name", "parallel"), CELLS)
+@pytest.mark.parametrize(("name", "parallel"), few(CELLS, CELLS[0]))
 def test_stages_train_like_one_process(name: str, parallel: dict[str, Any], ranks: Any) -> None:
     """PP 2 × TP or DP 2: the weights of one process to the bit, then its losses, norms and gradients."""
     wanted = alone(name)

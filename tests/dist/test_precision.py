@@ -12,7 +12,9 @@ from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
+from tests.dist.dense import results
 from tests.dist.training import make_config, make_data
+from tests.sweeps import few
 
 F, B = "float32", "bfloat16"
 
@@ -52,13 +54,6 @@ def test_mode_reaches_the_loss_of_float32(mode: str, losses: Losses) -> None:
     assert found != wanted, f"{mode} trains in float32"
 
 
-@pytest.mark.slow
-def test_bfloat16_reaches_the_loss_of_mixed(losses: Losses) -> None:
-    """By stochastic rounding, without float32 masters."""
-    found, wanted = losses("bfloat16")[1], losses("mixed")[1]
-    assert abs(found - wanted) <= 0.01 * wanted, f"bfloat16 ends at {found}, mixed at {wanted}: more than 1 % apart"
-
-
 def observe(config: Config) -> dict[str, set[str]]:
     """One step on a rank: the dtypes of what is held, and of the values that go over data parallelism.
 
@@ -85,9 +80,7 @@ def observe(config: Config) -> dict[str, set[str]]:
         for kind, function in plain.items():
             setattr(collectives, f"{kind}_async", function)
     buckets = trainer.optimizer.buckets
-    inner = trainer.optimizer._inner
-    assert inner is not None
-    state = [value for values in inner.state.values() for value in values.values() if value.dim()]
+    state = [value for values in trainer.optimizer._inner.state.values() for value in values.values() if value.dim()]
     held = {
         "parameter": {p.dtype for p in trainer.model.parameters()},
         "gradient": {b.gradients.dtype for b in buckets} | {p.grad.dtype for p in trainer.model.parameters()},
@@ -97,30 +90,29 @@ def observe(config: Config) -> dict[str, set[str]]:
     return {kind: {str(dtype) for dtype in found} for kind, found in held.items()} | seen
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"mode": "float32"}, (F, F, F, F)),
-        ({"mode": "mixed"}, (B, F, F, F)),
-        ({"mode": "bfloat16"}, (B, B, B, B)),
-        ({"mode": "mixed", "gradient": B}, (B, B, F, F)),
-        ({"mode": "mixed", "reduce": B}, (B, F, B, F)),
-        ({"mode": "mixed", "optimizer": B}, (B, F, F, B)),
-        ({"mode": "bfloat16", "optimizer": F}, (B, B, B, F)),
-        ({"mode": "bfloat16", "gradient": F}, (B, F, B, B)),
-        ({"mode": "float32", "reduce": B}, (F, F, B, F)),
-    ],
-    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
-)
-def test_each_key_changes_what_it_names(
-    keys: dict[str, str], expected: tuple[str, str, str, str], zero: int, ranks: Any
-) -> None:
-    parameter, gradient, reduce, optimizer = (f"torch.{dtype}" for dtype in expected)
-    wire = {"reduce_scatter": {reduce}, "all_reduce": set(), "all_gather": {parameter}}
-    if not zero:
-        wire = {"reduce_scatter": set(), "all_reduce": {reduce}, "all_gather": set()}
-    wanted = {"parameter": {parameter}, "gradient": {gradient}, "master": {optimizer}, "state": {optimizer}, **wire}
-    for rank, found in enumerate(ranks(2).run(observe, make_config(precision=keys, optimizer={"zero": zero}))):
-        for kind, dtypes in wanted.items():
-            assert found[kind] == dtypes, f"rank {rank}: {kind} is {found[kind]}, precision says {dtypes}"
+KEYS: list[tuple[dict[str, str], tuple[str, str, str, str]]] = [
+    ({"mode": "float32"}, (F, F, F, F)),
+    ({"mode": "mixed"}, (B, F, F, F)),
+    ({"mode": "bfloat16"}, (B, B, B, B)),
+    ({"mode": "mixed", "gradient": B}, (B, B, F, F)),
+    ({"mode": "mixed", "reduce": B}, (B, F, B, F)),
+    ({"mode": "mixed", "optimizer": B}, (B, F, F, B)),
+    ({"mode": "bfloat16", "optimizer": F}, (B, B, B, F)),
+    ({"mode": "bfloat16", "gradient": F}, (B, F, B, B)),
+    ({"mode": "float32", "reduce": B}, (F, F, B, F)),
+]
+"""Keys of `precision`, and the dtypes of parameters, gradients, their reduction and the optimizer."""
+
+
+@pytest.mark.parametrize("zero", few([0, 1], 1))
+def test_each_key_changes_what_it_names(zero: int, ranks: Any) -> None:
+    configs = [(make_config(precision=keys, optimizer={"zero": zero}),) for keys, _ in KEYS]
+    everyone = ranks(2).run(results, observe, configs)
+    for (keys, expected), *of_ranks in zip(KEYS, *everyone, strict=True):
+        parameter, gradient, reduce, optimizer = ({f"torch.{dtype}"} for dtype in expected)
+        wire = {"reduce_scatter": reduce, "all_reduce": set(), "all_gather": parameter}
+        if not zero:
+            wire = {"reduce_scatter": set(), "all_reduce": reduce, "all_gather": set()}
+        wanted = {"parameter": parameter, "gradient": gradient, "master": optimizer, "state": optimizer, **wire}
+        for found in of_ranks:
+            assert found == wanted, f"precision {keys}"

@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
 from shardwise.distributed.collectives import raise_on_all_ranks
@@ -35,40 +33,35 @@ def test_what_differs_is_told_on_every_rank_with_the_ranks(ranks: Any) -> None:
     assert ranks(2).run(compared, {}, {}) == [[], []]
 
 
-def of_folders(*folders: str | None) -> list[str]:
-    folder = folders[Group.world().rank]
-    try:
-        settings = load_config("llama2-tiny").model_dump(mode="json")
-        rank_agreement.require_same_on_ranks(settings, Mesh(), None if folder is None else Path(folder))
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def of_run_dirs(*folders: str | None) -> list[str]:
-    folder = folders[Group.world().rank]
-    try:
-        rank_agreement.require_same_run_dir(None if folder is None else Path(folder), 60.0)
-    except ConfigError as error:
-        return error.problems
-    return []
+def of_folders(*folders: str | None) -> tuple[list[str], list[str]]:
+    """What a rank says of its run's folder, and of the argument `run_dir`."""
+    given = folders[Group.world().rank]
+    folder = None if given is None else Path(given)
+    settings = load_config("llama2-tiny").model_dump(mode="json")
+    said: list[list[str]] = []
+    for ask in (
+        lambda: rank_agreement.require_same_on_ranks(settings, Mesh(), folder),
+        lambda: rank_agreement.require_same_run_dir(folder, 60.0),
+    ):
+        try:
+            ask()
+        except ConfigError as error:
+            said.append(error.problems)
+        else:
+            said.append([])
+    return said[0], said[1]
 
 
 def test_ranks_share_one_folder(ranks: Any) -> None:
-    found = ranks(4).run(of_folders, "runs/0", "runs/1", None, "runs/1/")
-    wanted = "the run's folder must be the same on all ranks: runs/0 on rank 0, and runs/1 on ranks 1 and 3"
-    assert found == [[wanted]] * 4
-    assert ranks(2).run(of_folders, "runs/a", str(Path("runs/a").absolute())) == [[], []]
-
-
-@pytest.mark.parametrize(("first", "second"), [("runs/a", None), ("runs/a", "runs/b")])
-def test_every_rank_is_given_one_run_dir_or_none(first: str | None, second: str | None, ranks: Any) -> None:
     """Else the rank that finds a finished run returns, and the others wait for it."""
-    pool = ranks(2)
-    here = [None if folder is None else str(Path(folder).absolute()) for folder in (first, second)]
-    wanted = f"run_dir must be the same on all ranks: {here[0]} on rank 0, and {here[1]} on rank 1"
-    assert pool.run(of_run_dirs, first, second) == [[wanted]] * 2
-    assert pool.run(of_run_dirs, first, here[0]) == [[], []]
+    here = [str(Path(name).absolute()) for name in ("runs/a", "runs/b")]
+    ((folder, run_dir), other) = ranks(2).run(of_folders, "runs/a", "runs/b")
+    assert other == (folder, run_dir)
+    assert folder == ["the run's folder must be the same on all ranks: runs/a on rank 0, and runs/b on rank 1"]
+    assert run_dir == [f"run_dir must be the same on all ranks: {here[0]} on rank 0, and {here[1]} on rank 1"]
+    assert ranks(2).run(of_folders, "runs/a", here[0]) == [([], [])] * 2
+    ((_, run_dir), _) = ranks(2).run(of_folders, "runs/a", None)
+    assert run_dir == [f"run_dir must be the same on all ranks: {here[0]} on rank 0, and None on rank 1"]
 
 
 def agreed(problems: dict[int, list[str]]) -> list[str]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.save import KeptCheckpoints
 from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints, partial_name, summarize_checkpoints
@@ -117,25 +116,6 @@ def test_those_of_every_so_many_steps_stay(tmp_path: Path) -> None:
         saver.wait()
     assert [each.removed for each in saver.finished()] == [(), (1,), (), (3,)]
     assert [each.step for each in list_checkpoints(Root.of(tmp_path))] == [4, 2]
-
-
-def test_what_goes_is_known_without_reading_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even of those that an earlier process saved; a checkpoint that has lost bytes since does not count."""
-    run(config_of(), 1, 0, None, str(tmp_path))
-    trainer = make_trainer(config_of())
-    saver = make_saver(trainer, str(tmp_path), keeping=KeptCheckpoints(last=3))
-    with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "read", None)
-        for step in (2, 3, 4, 5):
-            if step == 5:
-                weights = Path(step_folder(tmp_path, 3)) / "model.safetensors"
-                weights.write_bytes(weights.read_bytes()[:-1])
-            saver.save(step, PLACE)
-            saver.wait()
-    saved = saver.finished()
-    assert [each.warning or each.problem for each in saved] == [None] * 4
-    assert [each.removed for each in saved] == [(), (), (1,), (3,)]
-    assert [each.step for each in list_checkpoints(Root.of(tmp_path))] == [5, 4, 2]
 
 
 def test_what_keep_cannot_remove_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

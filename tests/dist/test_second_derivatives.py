@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwise.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
-from tests.dist.dense import check, error, fill, gradient_errors, leaves, mesh, random, run
-from tests.dist.test_layers import BOOLS, DEGREES, INPUTS, OUTPUTS, B, S, linear, sequence_part
+from tests.dist.dense import check, each, error, fill, gradient_errors, leaves, mesh, random, run
+from tests.dist.test_layers import DEGREES, INPUTS, OUTPUTS, B, S, linear, sequence_part
 
 
 def penalty(tp: int, sequence: bool) -> dict[str, float]:
@@ -41,7 +41,6 @@ def penalty(tp: int, sequence: bool) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_gradients_of_gradients(tp: int, sequence: bool, ranks: Any) -> None:
-    check(run(ranks, tp, penalty, tp, sequence))
+def test_gradients_of_gradients(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, each, penalty, [(tp, False), (tp, True)]))

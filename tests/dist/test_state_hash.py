@@ -12,8 +12,7 @@ from shardwise.optim.state_hash import StateSums
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random, run
-from tests.dist.test_lamb import MODELS
-from tests.dist.training import make_config, make_data
+from tests.dist.training import SMALL_MODELS, make_config, make_data
 
 
 def sums(
@@ -23,7 +22,7 @@ def sums(
     optimizer = dict(keys)
     replicate = optimizer.pop("replicate", 1)
     config = make_config(
-        model=MODELS[model],
+        model=SMALL_MODELS[model],
         parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline, "replicate": replicate},
         optimizer=optimizer,
         precision={"mode": mode},

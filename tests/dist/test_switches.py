@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import LAMB
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
@@ -17,10 +16,10 @@ from tests.dist import dense, switches
 from tests.dist.checkpoints import make_trainer
 from tests.dist.test_zero import make_model
 from tests.dist.training import make_config
+from tests.sweeps import few
 
 CELLS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
-    (1, {"precision": {"mode": "bfloat16"}}),
     (2, {"precision": {"mode": "mixed"}, "model": {"tie_word_embeddings": True}}),
     (2, {"optimizer": {"zero": 0}, "train": {"bitwise": True}, "parallel": {"grain": 1}}),
     (2, {"parallel": {"tensor": 2, "sequence": True}}),
@@ -28,10 +27,7 @@ CELLS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [pytest.param(*cell, marks=pytest.mark.slow if number else ()) for number, cell in enumerate(CELLS)],
-)
+@pytest.mark.parametrize(("world", "sections"), few(CELLS, CELLS[0]))
 def test_an_update_in_the_backward_pass_has_the_same_bits(ranks: Any, world: int, sections: dict[str, Any]) -> None:
     for is_equal, updated in dense.run(ranks, world, switches.both, sections, "update_in_backward"):
         assert is_equal
@@ -43,17 +39,18 @@ def test_switches_for_cuda_do_nothing_elsewhere() -> None:
     assert switches.both({"precision": {"mode": "bfloat16"}}, "flash_attention_3") == (True, 0)
 
 
-def test_a_gpu_without_flash_attention_3_refuses_it() -> None:
-    with pytest.raises(ConfigError, match=r"needs torch 2\.11 and the module flash_attn_interface: No module named"):
-        devices.use_flash_attention_3(torch.device("cuda"))
-
-
-@pytest.mark.parametrize("found", [(8, 0), (10, 0)])
-def test_another_gpu_refuses_flash_attention_3(found: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ((9, 0), r"needs torch 2\.11 and the module flash_attn_interface: No module named"),
+        ((10, 0), r"train\.switches \(flash_attention_3\) must be left out on a GPU of compute capability 10\.0:"),
+    ],
+)
+def test_a_gpu_without_flash_attention_3_refuses_it(
+    found: tuple[int, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found)
-    capability = f"{found[0]}\\.{found[1]}"
-    message = rf"train\.switches \(flash_attention_3\) must be left out on a GPU of compute capability {capability}:"
     with pytest.raises(ConfigError, match=message):
         devices.use_flash_attention_3(torch.device("cuda"))
 
@@ -82,18 +79,12 @@ def test_weights_are_read_where_their_norm_is(log_every: int | None, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"max_norm": 1.0}, r"max_norm \(1\.0\)"),
-        ({"stage": 2}, r"stage \(2\)"),
-        ({"offload": True}, r"offload \(True\)"),
-        ({"optimizer_class": LAMB}, r"optimizer_class \(LAMB\)"),
-    ],
+    ("options", "wrong"), [({"max_norm": 1.0}, r"max_norm \(1\.0\)"), ({"stage": 2}, r"stage \(2\)")]
 )
 def test_an_optimizer_that_needs_all_gradients_refuses(options: dict[str, Any], wrong: str) -> None:
-    given = {"optimizer_class": torch.optim.AdamW, "lr": 1e-3, "max_norm": None, **options}
     model = make_model()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), model=model, **given)
+    given = {"lr": 1e-3, "max_norm": None, **options}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, model=model, **given)
     with pytest.raises(ConfigError, match=f"^{wrong} must be changed for .* which needs max_norm=None, stage 0 or 1"):
         optimizer.update_in_backward()
 
@@ -142,7 +133,7 @@ def both_loops(options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer_class": torch.optim.AdamW, "fused": True, "lr": 1e-2}, {"average": False}]
+    "options", [{"optimizer_class": torch.optim.AdamW, "fused": True, "lr": 1e-2}, {"average": False}]
 )
 def test_loops_of_ones_own_over_ranks_have_the_same_bits(ranks: Any, options: dict[str, Any]) -> None:
     assert ranks(2).run(both_loops, options) == [True, True]
@@ -164,15 +155,6 @@ def test_a_dropped_step_is_an_error_and_the_next_one_is_whole(is_unlucky: bool) 
     assert all(map(torch.equal, before, model.parameters())), "the switch ended with the dropped step"
     optimizer.step()
     assert not any(map(torch.equal, before, model.parameters()))
-
-
-def test_a_step_dropped_before_its_backward_pass_is_no_error() -> None:
-    model, optimizer = make_own({})
-    optimizer.update_in_backward()
-    optimizer.zero_grad()
-    before = [p.detach().clone() for p in model.parameters()]
-    passes(model, optimizer)
-    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_what_changes_gradients_after_an_update_is_an_error() -> None:

@@ -1,5 +1,6 @@
 """Tensor-parallel layers that communicate behind their matmuls, against the same layers that do not."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.linear import ColumnParallelLinear, RowParallelLinear, row_parallel_sum
 from shardwise.layers.matmul import PIECES
-from tests.dist.dense import check, error, fill, mesh, random, run
+from tests.dist.dense import check, error, fill, mesh, random, results, run
 
 S, B, INPUTS, INNER = 20, 3, 12, 16
 """At TP 4 a rank has five rows, which are no multiple of the pieces."""
@@ -86,31 +87,30 @@ def both(
     return errors, {kind: calls[1][kind] - count for kind, count in calls[0].items()}
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("sequence", "how"), [(True, "pieces"), (False, "pieces"), (True, "symmetric_memory")])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_outputs_and_gradients_are_those_of_the_plain_layers(
-    tp: int, sequence: bool, how: str, frozen: bool, ranks: Any
-) -> None:
-    for rows in (S, tp):  # one row on each rank is one piece
-        errors, more = zip(*run(ranks, tp, both, tp, sequence, how, rows, frozen), strict=True)
-        check(list(errors))
+def test_outputs_and_gradients_are_those_of_the_plain_layers(tp: int, ranks: Any) -> None:
+    ways = ((True, "pieces"), (False, "pieces"), (True, "symmetric_memory"))
+    # One row on each rank is one piece.
+    cases = [(tp, *way, rows, frozen) for way in ways for rows in (S, tp) for frozen in (False, True)]
+    everyone = run(ranks, tp, results, both, cases)
+    for case, *found in zip(cases, *everyone, strict=True):
+        check([errors for errors, _ in found])
+        _, sequence, how, rows, _ = case
         count = min(PIECES, rows // tp if sequence else rows) if how == "pieces" else 1
         # Pieces are one sum of outputs, and with sequence parallelism the gathers of two inputs and one gradient.
         wanted = {"all_gather": 3 * (count - 1), "reduce_scatter": count - 1} if sequence else {"all_reduce": count - 1}
-        assert more[0] == wanted, f"{how} makes {more[0]} more collectives than the plain layers"
+        assert found[0][1] == wanted, f"{case} makes {found[0][1]} more collectives than the plain layers"
 
 
-@pytest.mark.parametrize("how", [None, "pieces"])
-def test_inputs_that_are_gathered_again_change_no_bit(how: str | None, ranks: Any) -> None:
-    for rows in (S, 2):
-        for frozen in (False, True):
-            for errors, more in run(ranks, 2, both, 2, True, how, rows, frozen, True):
-                assert set(errors.values()) == {0.0}, errors
-                # Gathers of two inputs, or of one if the other layer's weight is not trained.
-                pieces = 1 if how is None else min(PIECES, rows // 2)
-                wanted = {"all_gather": pieces * (1 if frozen else 2), "reduce_scatter": 0}
-                assert more == {kind: wanted[kind] for kind in more}
+def test_inputs_that_are_gathered_again_change_no_bit(ranks: Any) -> None:
+    cases = list(itertools.product([2], [True], (None, "pieces"), (S, 2), (False, True), [True]))
+    for found in run(ranks, 2, results, both, cases):
+        for (_, _, how, rows, frozen, _), (errors, more) in zip(cases, found, strict=True):
+            assert set(errors.values()) == {0.0}, errors
+            # Gathers of two inputs, or of one if the other layer's weight is not trained.
+            pieces = 1 if how is None else min(PIECES, rows // 2)
+            wanted = {"all_gather": pieces * (1 if frozen else 2), "reduce_scatter": 0}
+            assert more == {kind: wanted[kind] for kind in more}
 
 
 def refused(tp: int) -> str:

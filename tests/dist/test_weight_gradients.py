@@ -13,7 +13,7 @@ from shardwise.optim.buckets import Bucket
 from shardwise.verify.canonical_values import canonical_gradients
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
-from tests.rank_pool import RankPool
+from tests.sweeps import few
 
 BLOCKS = {"model": {"num_hidden_layers": 4}}
 COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
@@ -48,38 +48,25 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
     return added.call_count, reduced_in_backward, gradients, [trainer.step().loss for _ in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [
-        pytest.param(1, {"train": {"recompute": "full"}}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
-        pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
-        pytest.param(2, PIPELINE, marks=pytest.mark.slow),
-        (2, ZBV),
-        pytest.param(2, {"optimizer": {"zero": 2}}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer": {"zero": 2, "reduce": "step"}}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer": {"zero": 3, "reduce": "step"}}, marks=pytest.mark.slow),
-        (2, {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}),
-        pytest.param(2, COMPILED | PIPELINE | {"train": {"recompute": "full"}}, marks=pytest.mark.slow),
-        pytest.param(1, COMPILED | {"train": {"recompute": "selective"}}, marks=pytest.mark.slow),
-    ],
-    ids=[
-        "recompute",
-        "ZeRO-1",
-        "TP 2",
-        "PP 2",
-        "zbv",
-        "ZeRO-2",
-        "ZeRO-2 once a step",
-        "ZeRO-3 once a step",
-        "overlap",
-        "compiled, PP 2, recompute",
-        "compiled, selective recompute",
-    ],
-)
-def test_gradients_and_their_order_are_those_of_autograd(world: int, sections: dict[str, Any], ranks: Any) -> None:
-    pool: RankPool = ranks(world)
-    for found, wanted in zip(pool.run(trained, sections, True), pool.run(trained, sections, False), strict=True):
+OVERLAP = {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "recompute": (1, {"train": {"recompute": "full"}}),
+    "TP 2": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "PP 2": (2, PIPELINE),
+    "zbv": (2, ZBV),
+    "ZeRO-2": (2, {"optimizer": {"zero": 2}}),
+    "ZeRO-3 once a step": (2, {"optimizer": {"zero": 3, "reduce": "step"}}),
+    "overlap": (2, OVERLAP),
+    "compiled, PP 2, recompute": (2, COMPILED | PIPELINE | {"train": {"recompute": "full"}}),
+    "compiled, selective recompute": (1, COMPILED | {"train": {"recompute": "selective"}}),
+}
+
+
+@pytest.mark.parametrize("case", few(CASES, "zbv", "overlap"))
+def test_gradients_and_their_order_are_those_of_autograd(case: str, ranks: Any) -> None:
+    world, sections = CASES[case]
+    added, plain = (ranks(world).run(trained, sections, adds) for adds in (True, False))
+    for found, wanted in zip(added, plain, strict=True):
         assert found[0] > 0
         assert wanted[0] == 0
         assert found[1] == wanted[1]
@@ -123,20 +110,15 @@ def exact(sections: dict[str, Any]) -> dict[str, Tensor]:
         return trained(sections, True)[2]
 
 
-@pytest.mark.parametrize(
-    ("sections", "plain"),
-    [
-        pytest.param(ZBV, BLOCKS, marks=pytest.mark.slow),
-        pytest.param({"optimizer": {"zero": 2}}, {}, marks=pytest.mark.slow),
-        ({"optimizer": {"zero": 3}}, {}),
-        pytest.param(
-            {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}},
-            {"parallel": {"tensor": 2, "sequence": True}},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["zbv", "ZeRO-2", "ZeRO-3", "overlap"],
-)
+ROUNDED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (ZBV, BLOCKS),
+    ({"optimizer": {"zero": 2}}, {}),
+    ({"optimizer": {"zero": 3}}, {}),
+    (OVERLAP, {"parallel": {"tensor": 2, "sequence": True}}),
+]
+
+
+@pytest.mark.parametrize(("sections", "plain"), few(ROUNDED, ROUNDED[2]))
 def test_all_layouts_round_products_alike(sections: dict[str, Any], plain: dict[str, Any], ranks: Any) -> None:
     """A rounding to bfloat16 anywhere would be 2^-9 of an element."""
     (wanted, *_) = ranks(2 if "parallel" in plain else 1).run(exact, plain)

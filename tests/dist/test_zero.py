@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import ColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
-from tests.rank_pool import RankPool
 
 STEPS, BATCH, MICRO = 5, 16, 2
 
@@ -138,8 +137,7 @@ def train_variants() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
 
 def test_trains_as_adamw_in_one_process(ranks: Any) -> None:
     """Whatever the buckets, the overlap, who clears gradients and how, or whether state is cut."""
-    pool: RankPool = ranks(4)
-    outcomes = pool.run(train_variants)
+    outcomes = ranks(4).run(train_variants)
     wanted_losses, wanted = reference()
     for name, (losses, weights) in outcomes[0].items():
         for rank in range(1, 4):
@@ -231,8 +229,7 @@ def bucket_sizes() -> list[list[Tensor]]:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bucket_size_changes_no_bit(world: int, ranks: Any) -> None:
     """Fault 14 of the reference: NaN beyond a bucket size. Between two ranks an all-reduce adds up alike, too."""
-    pool: RankPool = ranks(world)
-    *sizes, reduced = pool.run(bucket_sizes)[0]
+    *sizes, reduced = ranks(world).run(bucket_sizes)[0]
     for weights in [*sizes[1:], *([reduced] if world == 2 else [])]:
         assert all(map(torch.equal, weights, sizes[0]))
 
@@ -289,8 +286,7 @@ def branch(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def test_ranks_need_not_agree(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    outcomes = pool.run(rank_dependent)
+    outcomes = ranks(2).run(rank_dependent)
     for found in outcomes:
         assert found[0] == 0.0, "initial weights are not rank 0's"
         assert max(found[1:4]) <= 1e-6
@@ -347,8 +343,7 @@ def misuse() -> list[str]:
 
 
 def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    for said in pool.run(misuse):
+    for said in ranks(2).run(misuse):
         assert said[0].startswith("backward() came after this step's gradients were reduced: put all but")
         assert said[1] == "dropped: 0.0"
         for text in said[2:5]:
@@ -393,8 +388,7 @@ def roundtrip(dtype: torch.dtype) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_survives_a_file(dtype: torch.dtype, ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    for same, size, held, error in pool.run(roundtrip, dtype):
+    for same, size, held, error in ranks(2).run(roundtrip, dtype):
         assert same
         assert held < size < held + 8192, "the file holds more than this rank's part"
         assert error.startswith("optimizer state is of layout {'rank': ")
@@ -418,8 +412,7 @@ def groups_and_meshes() -> list[float]:
 
 
 def test_group_may_be_part_of_the_job(ranks: Any) -> None:
-    pool: RankPool = ranks(4)
-    outcomes = pool.run(groups_and_meshes)
+    outcomes = ranks(4).run(groups_and_meshes)
     for by_process_group, by_group, wanted in outcomes:
         assert by_process_group == by_group == pytest.approx(wanted, rel=1e-6)
     assert outcomes[0][2] != outcomes[2][2]

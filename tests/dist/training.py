@@ -63,6 +63,17 @@ def sizes(
     }
 
 
+_SMALL = sizes(61, 32, 48, heads=4, positions=24)
+_SMALL_LLAMA = _SMALL | {"family": "llama", "num_key_value_heads": 2}  # fewer than 4 ranks: copied K/V heads
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    "llama": _SMALL_LLAMA,
+    "llama tied, biases": _SMALL_LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "gpt": _SMALL | {"family": "gpt"},  # Q, K and V are one canonical tensor, held in three pieces
+    "gpt_neox": _SMALL | {"family": "gpt_neox"},
+    "bert": _SMALL | {"family": "bert"},
+}
+
+
 def make_config(**sections: dict[str, Any]) -> Config:
     """A tiny float32 configuration; `sections` update the defaults, or replace the model where they name a family."""
     base: dict[str, dict[str, Any]] = {

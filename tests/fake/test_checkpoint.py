@@ -32,8 +32,8 @@ from shardwise.train.build import build_optimizer
 WORLD, TENSOR = 1024, 8
 DATA = WORLD // TENSOR
 MOMENTS = ["exp_avg", "exp_avg_sq"]
-SEVERAL = 4
-"""Layers that stand for all 44, where all 1,024 ranks are planned."""
+LAYERS, FEW = 12, 2
+"""That stand for all 44, where some and where all of the 1,024 ranks are planned."""
 
 
 def config_of(tensor: int, layers: int) -> Config:
@@ -114,7 +114,7 @@ def manifest_of(files: list[PlannedFile]) -> Manifest:
     return Manifest(**described, **counts, created="", optimizer=None, files=tuple(entries), tensors=tensors)
 
 
-@pytest.mark.parametrize("rank", [0, 7, 517, 1023])
+@pytest.mark.parametrize("rank", [7, 1023])
 def test_a_moved_rank_is_that_rank(rank: int) -> None:
     moved, real = Role.of(rank % TENSOR, TENSOR, 1), Role.of(rank, TENSOR, 1)
     moved.move(rank // TENSOR)
@@ -123,8 +123,8 @@ def test_a_moved_rank_is_that_rank(rank: int) -> None:
 
 
 def test_all_ranks_write_about_as_much() -> None:
-    """The whole model with its moments, at the first, at the last and at other places."""
-    roles = [Role.of(tensor, TENSOR, 44) for tensor in range(TENSOR)]
+    """The model with its moments, at the first, at the last and at other places."""
+    roles = [Role.of(tensor, TENSOR, LAYERS) for tensor in range(TENSOR)]
     for role in roles:
         begin_restoring(role.optimizer, MOMENTS, 1)
     savers = savers_of(roles)
@@ -146,8 +146,8 @@ def test_all_ranks_write_about_as_much() -> None:
 
 def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
     """By TP 8 × DP 128; some ranks of TP 4 × DP 256 read."""
-    writers = [Role.of(tensor, TENSOR, SEVERAL) for tensor in range(TENSOR)]
-    readers = [Role.of(tensor, TENSOR // 2, SEVERAL) for tensor in range(TENSOR // 2)]
+    writers = [Role.of(tensor, TENSOR, FEW) for tensor in range(TENSOR)]
+    readers = [Role.of(tensor, TENSOR // 2, FEW) for tensor in range(TENSOR // 2)]
     files: list[PlannedFile] = []
     for role, saver in zip(writers, savers_of(writers), strict=True):
         for data in range(DATA):

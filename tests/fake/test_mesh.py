@@ -15,13 +15,9 @@ from shardwise.models.llama import Llama
 
 WORLD = 1024
 SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 16,
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 16,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -38,10 +34,8 @@ def as_rank() -> Iterator[Callable[[int], None]]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("rank", [0, 7, 8, 517, 1023])
-@pytest.mark.parametrize(
-    ("tensor", "context", "pipeline"), [(8, 1, 1), (8, 4, 4), (32, 1, 8), (1, 16, 1), (1, 1, 1), (2, 1, 512)]
-)
+@pytest.mark.parametrize("rank", [0, 517, 1023])
+@pytest.mark.parametrize(("tensor", "context", "pipeline"), [(8, 4, 4), (32, 1, 8), (1, 1, 1), (2, 1, 512)])
 def test_axes_are_pipeline_data_context_tensor(
     tensor: int, context: int, pipeline: int, rank: int, as_rank: Callable[[int], None]
 ) -> None:
@@ -90,22 +84,21 @@ SHAPES = {
 }
 
 
-def records(rank: int, as_rank: Callable[[int], None], *, device: str, sequence: bool) -> dict[str, Placement]:
+def records(rank: int, as_rank: Callable[[int], None], *, sequence: bool) -> dict[str, Placement]:
+    """On the meta device: nothing is allocated."""
     as_rank(rank)
     mesh = Mesh(tensor=8, device="cpu")
-    model = Llama(LlamaConfig(family="llama", **SIZES), mesh.tp, sequence_parallel=sequence, seed=1, device=device)
-    found = {path: (parameter, record) for path, parameter, record in placements(model)}
-    assert {path: tuple(parameter.shape) for path, (parameter, _) in found.items()} == SHAPES
-    assert all(parameter.device.type == device for parameter, _ in found.values())
-    return {path: record for path, (_, record) in found.items()}
+    model = Llama(LlamaConfig(family="llama", **SIZES), mesh.tp, sequence_parallel=sequence, seed=1, device="meta")
+    assert {path: tuple(parameter.shape) for path, parameter, _ in placements(model)} == SHAPES
+    return {path: record for path, _, record in placements(model)}
 
 
 def test_the_ranks_of_one_tensor_group_tile_the_model(as_rank: Callable[[int], None]) -> None:
-    """Ranks 512 … 519, on the meta device: nothing is allocated."""
+    """Ranks 512 … 519."""
     held: dict[str, torch.Tensor] = {}
     copies: dict[str, int] = {}
     for rank in range(512, 520):
-        for record in records(rank, as_rank, device="meta", sequence=True).values():
+        for record in records(rank, as_rank, sequence=True).values():
             for piece in record.pieces:
                 held.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.int64))[piece.box.slices] += 1
                 if piece.box.numel:
@@ -116,35 +109,12 @@ def test_the_ranks_of_one_tensor_group_tile_the_model(as_rank: Callable[[int], N
         assert bool((count == copies[name]).all()), f"{name} is held {count.unique().tolist()} times"
 
 
-@pytest.mark.parametrize("rank", [512, 515, 516, 1023])
+@pytest.mark.parametrize("rank", [515, 1023])
 def test_copied_key_and_value_heads_are_summed_over_their_neighbours(rank: int, as_rank: Callable[[int], None]) -> None:
-    q, k, v = records(rank, as_rank, device="meta", sequence=False)["layers.0.self_attn.qkv.weight"].pieces
+    q, k, v = records(rank, as_rank, sequence=False)["layers.0.self_attn.qkv.weight"].pieces
     first = rank // 4 * 4
     assert not q.partial
     for piece in (k, v):
         assert piece.partial
         assert piece.copies.ranks == tuple(range(first, first + 4))
         assert piece.box.start[0] == rank % 8 // 4 * 4
-
-
-def test_weights_do_not_depend_on_the_data_parallel_place(as_rank: Callable[[int], None]) -> None:
-    weights = []
-    for rank in (5, 8 * 77 + 5):
-        as_rank(rank)
-        model = Llama(LlamaConfig(family="llama", **SIZES), Mesh(tensor=8, device="cpu").tp, seed=1)
-        weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_communicates_over_tensor_neighbours_only(sequence: bool, as_rank: Callable[[int], None]) -> None:
-    as_rank(519)
-    mesh = Mesh(tensor=8, device="cpu")
-    model = Llama(LlamaConfig(family="llama", **SIZES), mesh.tp, sequence_parallel=sequence, seed=1)
-    ids = torch.zeros(16, 2, dtype=torch.int64)
-    model(ids, ids).backward()
-    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
-    kinds = {"all_gather", "reduce_scatter", "all_reduce"} if sequence else {"all_reduce"}
-    assert set(mesh.tp.meter.bytes) == kinds
-    assert not mesh.dp.meter.bytes
-    assert not mesh.world.meter.bytes

@@ -1,8 +1,8 @@
 """GPT-3's layouts on 256 and 128 ranks, one at a time: every pipeline rank builds its stages and makes a step.
 
 Fake tensors have shapes and no numbers, and the fake process group delivers nothing. What a rank sends is compared with
-`cost`. Widths, vocabulary and layout are the recipes' own, with as few micro-batches as each schedule takes. Few roles,
-in which one block of each stage stands for all, always run; all of them, with all blocks, are slow.
+`cost`. Widths, vocabulary and layout are the recipes' own, with as few micro-batches as each schedule takes. One role,
+in which one block of each stage stands for all, always runs; all of them, with all blocks, are slow.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardwise.pipeline.partition import stage_plan
 from shardwise.train.build import build_trainer
 from tests.dist.cells import sent
 from tests.dist.test_cells import compare
+from tests.sweeps import few
 
 WORLD = {"gpt3-175b": 256, "gpt3-23b": 128}
 DEGREES = {"gpt3-175b": (32, 8, 1), "gpt3-23b": (8, 4, 4)}
@@ -39,12 +40,7 @@ ROLES = [
     for schedule in get_args(Schedule)
     for rank in range(DEGREES[recipe][1])
 ]
-FEW = {
-    ("gpt3-175b", "1f1b", 0), ("gpt3-175b", "gpipe", 7), ("gpt3-23b", "zbv", 0), ("gpt3-23b", "dualpipev", 3),
-    ("gpt3-23b", "interleaved", 2), ("gpt3-23b", "interleaved_zero_bubble", 1),
-}  # fmt: skip
-"""Both recipes, every schedule, both ends and ranks between."""
-OFTEN = {("gpt3-23b", "zbv", 0), ("gpt3-23b", "interleaved", 2)}
+OFTEN = (("gpt3-23b", "zbv", 0, False),)
 
 
 def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
@@ -99,14 +95,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "schedule", "rank", "whole"),
-    [
-        *(
-            pytest.param(*role, False, id="-".join(map(str, role)), marks=() if role in OFTEN else pytest.mark.slow)
-            for role in sorted(FEW)
-        ),
-        *(pytest.param(*role, True, id="-".join(map(str, (*role, "whole"))), marks=pytest.mark.slow) for role in ROLES),
-    ],
+    ("recipe", "schedule", "rank", "whole"), few([*OFTEN, *((*role, True) for role in ROLES)], *OFTEN)
 )
 @pytest.mark.usefixtures("nothing_is_read")
 def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, whole: bool) -> None:

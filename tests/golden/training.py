@@ -12,13 +12,13 @@ from tests.dist.dense import mesh as shared_mesh
 Curve = dict[str, list[float]]
 
 
-def train(recipe: str, overrides: list[str], cache: Path) -> Curve:
-    """Loss and gradient norm of every step on this rank, by the names of metrics.jsonl."""
+def train(recipe: str, overrides: list[str], cache: Path, steps: int | None = None) -> Curve:
+    """Loss and gradient norm of the first steps, or of all, on this rank, by the names of metrics.jsonl."""
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor, expert=config.parallel.expert)
     trainer = build_trainer(config, mesh, prepare_data(config, cache))
-    records = [trainer.step() for _ in range(config.train.steps)]
+    records = [trainer.step() for _ in range(steps or config.train.steps)]
     return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}
 
 

@@ -9,9 +9,12 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.base.redaction import redacted
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FAILED = 1
 """The run had started and failed."""
@@ -210,6 +213,7 @@ RAISED = (Exception, SystemExit)
 def error_text(error: BaseException) -> str:
     """The text of an error in code of the user's own, with the last line of it that was running."""
     import traceback
+    from pathlib import Path
 
     libraries = [Path(__file__).parent.parent]
     if (torch := sys.modules.get("torch")) is not None and torch.__file__:
@@ -238,6 +242,7 @@ def text_of_error(error: ShardwiseError) -> str:
 def _is_pythons(file: Path) -> bool:
     """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
     import sysconfig
+    from pathlib import Path
 
     standard = Path(sysconfig.get_path("stdlib"))
     installed = ("site-packages", "dist-packages")

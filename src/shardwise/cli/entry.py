@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
-from shardwise.base.files import path_refusal
 from shardwise.base.registered import imported
 from shardwise.base.terminal import take_any_character
 from shardwise.cli import output
@@ -87,6 +86,8 @@ def _exit_code(arguments: list[str]) -> int:
         return _fail(ShardwiseError("stopped by Ctrl-C (SIGINT)"))
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
+            from shardwise.base.files import path_refusal
+
             if (refusal := path_refusal(error)) is None:
                 raise
             return _fail(refusal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.base.errors import listing
 
@@ -44,8 +44,7 @@ TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM
 (`external_launchers.py`)."""
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """The place of one process in a launched job, by its environment variables."""
 
     rank: int

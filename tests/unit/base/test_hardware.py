@@ -42,7 +42,6 @@ def test_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visibl
     [
         (None, {}, 4),
         (2, {}, 4),
-        (8, {}, 8),
         (8, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 16),
         (2, {"NEURON_RT_NUM_CORES": "1"}, 1),
         (2, {"NEURON_RT_VISIBLE_CORES": "0-2,3"}, 4),
@@ -64,7 +63,6 @@ def test_neuron_cores(
     ("name", "value", "says"),
     [
         ("NEURON_RT_VISIBLE_CORES", "0-", r"NEURON_RT_VISIBLE_CORES \(0-\) must be a list of cores, such as 0-3,8"),
-        ("NEURON_RT_VISIBLE_CORES", "all", r"NEURON_RT_VISIBLE_CORES \(all\) must be a list"),
         ("NEURON_RT_NUM_CORES", "0", r"NEURON_RT_NUM_CORES \(0\) must be a number of cores: change it, or unset it"),
         ("NEURON_LOGICAL_NC_CONFIG", "4", r"NEURON_LOGICAL_NC_CONFIG \(4\) must be 1, or 2 to join two cores"),
     ],
@@ -87,7 +85,6 @@ def test_settings_of_cores_that_say_nothing_are_refused(
         ("+cu130", "dri", False, "1", False),  # a computer with a screen
         ("+cpu", "null", True, "1", True),  # such as TorchNeuron
         ("+cpu", "null", True, "0", False),
-        ("+cpu", "dxg", False, "1", False),
     ],
 )
 def test_torch_is_asked_where_files_do_not_tell(
@@ -113,7 +110,6 @@ def test_torch_is_asked_where_files_do_not_tell(
         ("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "AMX"),
         ("flags\t\t: fpu avx2 avx512_bf16\n", "AVX512-BF16"),
         ("flags\t\t: fpu avx2 avx512f\n", ""),
-        ("Features\t: fp asimd bf16\n", None),
         (None, None),
     ],
 )
@@ -140,7 +136,6 @@ V1 = {
     ("membership", "group", "files", "available"),
     [
         ("", "", {}, 8 * GIB),
-        ("0::/", "", V2, 3 * GIB // 4),
         ("0::/job/step", "job", V2, 3 * GIB // 4),
         ("4:memory:/job\n0::/", "memory/job", V1, 3 * GIB // 4),
         ("4:cpu,memory:/host/only", "memory", V1, 3 * GIB // 4),

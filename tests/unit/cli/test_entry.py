@@ -56,14 +56,6 @@ def test_a_mistake_is_told_once_and_exits_2(arguments: list[str], text: str, cli
     assert captured.err.count(text) == 1
 
 
-def test_several_mistakes_are_counted(cli: CommandLine) -> None:
-    assert cli.refused("train", "quickstart", "train.steps=x", "optimizer.lr=y") == (
-        "shardwise: 2 errors\n"
-        "- train.steps ('x') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T\n"
-        "- optimizer.lr ('y') must be a number\n"
-    )
-
-
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
 def test_inside_torchrun_rank_0_speaks_first(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine

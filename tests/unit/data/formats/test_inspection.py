@@ -14,7 +14,7 @@ from shardwise.data.formats.inspections import evenly_spread
 from shardwise.data.preview import inspect_data
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from tests.unit.data.prepare.jobs import Folder
-from tests.unit.data.small_runs import json_lines, saved_rows
+from tests.unit.data.small_runs import json_lines
 
 
 @settings(deadline=None)
@@ -94,40 +94,3 @@ def test_samples_are_text_where_a_tokenizer_is_at_hand(tmp_path: Path) -> None:
     assert found.samples[0].text is None
     assert "is not here, name it by --tokenizer" in found.notes[0]
     assert looked(tmp_path / "out", tmp_path / "moved").samples[0].text is not None
-
-
-def test_ids_that_are_no_tokens_are_told(tmp_path: Path) -> None:
-    Folder.fill(tmp_path)
-    with IndexedWriter(tmp_path / "high", 1000) as writer:
-        writer.add([1, 2, 999])
-    found = looked(tmp_path / "high", tmp_path / "tokenizer")
-    assert found.notes == [
-        "the highest id (999) is beyond the vocabulary of the tokenizer (300): other data, or another tokenizer"
-    ]
-    assert (found.samples[0].ids, found.samples[0].text) == ([1, 2, 999], None)
-    with IndexedWriter(tmp_path / "data", 100_000) as writer:
-        writer.add([1, 2, 3])
-    (tmp_path / "data.bin").write_bytes(np.array([1, -5, 3], dtype="<i4").tobytes())
-    saved_rows(tmp_path / "rows", input_ids=[[1, -5, 3]])
-    for name in ("data", "rows"):
-        assert looked(tmp_path / name).notes[1:] == [
-            "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data again"
-        ]
-
-
-def test_arrow_of_text_and_of_parts(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"text": ["one", "three"], "n": [1, 2]})
-    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path / "parts"))
-    found = looked(tmp_path / "parts")
-    assert ("documents", "2") in found.rows, "of the split train, which a run reads"
-    assert [sample.text for sample in found.samples] == ["one", "three"]
-    named = looked(next((tmp_path / "parts" / "test").glob("*.arrow")))
-    assert ("documents", "1") in named.rows
-    found = looked(saved_rows(tmp_path / "ragged", input_ids=[[1, 2, 3], [], [4]]))
-    assert (found.lengths.least, found.lengths.most) == (0, 3)
-    assert [sample.ids for sample in found.samples] == [[1, 2, 3], []]
-    assert ("ids", "1 … 4") in found.rows
-    (tmp_path / "parts" / "train" / "state.json").unlink()
-    with pytest.raises(DataError, match=r"state\.json"):
-        looked(tmp_path / "parts")

@@ -60,24 +60,6 @@ def test_documents_are_whole_unless_they_are_too_long(lengths: list[int], window
     assert len(packed.begins) == packed.facts.samples + 1
 
 
-@given(LENGTHS)
-def test_facts_by_counting(lengths: list[int]) -> None:
-    bounds = bounds_of(lengths)
-    facts = PackedSamples.from_bounds(bounds, ROOM).facts
-    if_cut = 0
-    for begin, end in pairwise(bounds.tolist()):
-        for target in range(begin + 1, end):
-            first = (target - 1) // ROOM * ROOM  # of the sample that reads the token before
-            if_cut += begin >= first
-    targets = [max(0, length - 1) for length in lengths]
-    assert (facts.documents, facts.targets) == (len(lengths), sum(targets))
-    assert facts.cut == sum(number > ROOM for number in targets)
-    assert facts.with_beginning == sum(min(number, ROOM) for number in targets)
-    assert facts.with_beginning_if_cut == if_cut
-    assert facts.places == ROOM * facts.samples
-    assert str(facts).startswith("packed by best fit: ")
-
-
 def test_documents_end_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_SCANNED_TOKENS", 4)
     for row, bounds in (
