@@ -280,15 +280,3 @@ def test_release_files_have_the_version() -> None:
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
     assert "## [Unreleased]" in changelog
     assert not released or released[0][0] == version, f"the newest section of the changelog is {released[0]}"
-
-
-@pytest.mark.parametrize(
-    "form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
-)
-def test_issue_forms_can_be_filled_in(form: Path) -> None:
-    """https://docs.github.com/en/communities/using-templates-to-encourage-useful-issues-and-pull-requests"""
-    found = yaml.safe_load(form.read_text(encoding="utf-8"))
-    assert found["name"]
-    assert found["description"]
-    assert all(part["type"] in ("textarea", "input") and part["attributes"]["label"] for part in found["body"])
-    assert len({part["id"] for part in found["body"]}) == len(found["body"])

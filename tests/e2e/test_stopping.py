@@ -122,23 +122,19 @@ def test_a_run_is_stopped_by_its_folder_while_a_second_one_is_refused(tmp_path: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("asks", ["signal", "command"])
-def test_inside_torchrun(asks: str, tmp_path: Path) -> None:
+def test_inside_torchrun(tmp_path: Path) -> None:
     """Nobody of ours stands between; torchrun itself ends with 1 whatever its ranks ended with."""
     job = training(tmp_path, "parallel.tensor=2", program=UNDER_TORCHRUN)
     run = tmp_path / "run"
     refused = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path).failed(2)
     assert "--run-dir (run) is in use by another run" in refused
-    if asks == "signal":
-        for pid in processes.ranks(job.pid).values():
-            os.kill(pid, signal.SIGUSR1)
-    else:
-        shardwise("stop", "run", at=tmp_path).succeeded()
+    for pid in processes.ranks(job.pid).values():
+        os.kill(pid, signal.SIGUSR1)
     ended = outcome(job, timeout=SECONDS)
     assert ended.code != 0
     assert "Signal " not in ended.err, "a rank was ended before it left by itself"
     assert re.search(r"exitcode\s*: 75", ended.err), ended.err
-    stopped_at(ended, run, "SIGUSR1" if asks == "signal" else "`shardwise stop`")
+    stopped_at(ended, run, "SIGUSR1")
     assert ended.err.count("shardwise: the run was stopped by") == 1
 
 
