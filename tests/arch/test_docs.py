@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import shardwise as shardwise_package
-from scripts import environment_variables, site
+from scripts import environment_variables, pipeline_tables, site
 from scripts.write_docs import (
     API,
     BEGINNINGS,
@@ -78,10 +78,19 @@ def test_generated_page_is_current() -> None:
     assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
     assert READERS.read_text(encoding="utf-8") == readers_page(), "run `make pages`"
     assert environment_variables.PAGE.read_text(encoding="utf-8") == environment_variables.page(), "run `make pages`"
+    assert pipeline_tables.PAGE.read_text(encoding="utf-8") == pipeline_tables.page(), "run `make pages`"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for beginning in BEGINNINGS:
         text = beginning.read_text(encoding="utf-8")
         assert text == with_addresses(text, project), "run `make pages`"
+
+
+def test_zero_shares_out_state_and_nothing_else() -> None:
+    """As the page on pipelines says."""
+    for without, with_zero in zip(*(pipeline_tables.needed(f"optimizer.zero={n}") for n in (0, 1)), strict=True):
+        (before, after) = ({**dict(each.rows()), "optimizer": None} for each in (without, with_zero))
+        assert before == after
+        assert with_zero.optimizer * 4 == without.optimizer
 
 
 @pytest.mark.parametrize("page", BEGINNINGS, ids=lambda path: path.stem)
