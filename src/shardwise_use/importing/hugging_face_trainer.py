@@ -302,6 +302,9 @@ def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list
         decay = int(given["num_decay_steps"])
         stable = given.get("num_stable_steps")
         stop = warmup + (steps - warmup - decay if stable is None else int(stable))
+        # With less room than for warmup and decay, the Trainer starts the decay in its midst.
+        if stop < warmup or (shape == "cosine" and given.get("num_cycles", 0.5) != 0.5):
+            return None
         end = stop + decay
     elif schedule != "linear":
         return None
