@@ -21,7 +21,7 @@ from shardwise.config import Config, Recompute, Schedule
 from shardwise.config.routing import Routing
 from shardwise.layers.experts import Experts, choose
 from shardwise.train.trainer import Trainer
-from shardwise.verify import cell_training, router_choices
+from shardwise.verify import cell_training, recorded_choices
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature, trainable_cells
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
@@ -193,8 +193,8 @@ def last(routing: Routing, scores: Tensor) -> Tensor:
 def measure_ties(config: Config, cell: Cell, alone: Alone, target: Path) -> tuple[float, LayoutDifferences]:
     """The first loss with choices of the cell's own, and the differences that are judged."""
     build = functools.partial(with_ties, cell_training.build_trainer)
-    with mock.patch.object(cell_training, "build_trainer", build), mock.patch.object(router_choices, "choose", last):
-        own = router_choices.RouterChoices(cell_training.ReferenceTraining.load(alone.folder).choices)
+    with mock.patch.object(cell_training, "build_trainer", build), mock.patch.object(recorded_choices, "choose", last):
+        own = recorded_choices.RecordedChoices(cell_training.ReferenceTraining.load(alone.folder).choices)
         loss = cell_training.make_trainer(config, cell, own).step().loss
         return loss, cell_training.train_cell(config, cell, alone.folder, alone.checkpoint, target)[0]
 

@@ -2,6 +2,7 @@
 
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +86,7 @@ def test_settings_of_cores_that_say_nothing_are_refused(
         ("+cu130", "dri", False, "1", False),  # a computer with a screen
         ("+cpu", "null", True, "1", True),  # such as TorchNeuron
         ("+cpu", "null", True, "0", False),
+        ("+cpu", "dxg", False, "1", False),
     ],
 )
 def test_torch_is_asked_where_files_do_not_tell(
@@ -102,6 +104,14 @@ def test_torch_is_asked_where_files_do_not_tell(
     monkeypatch.setattr(hardware, "_counted_by_torch", lambda: ("xpu", 3))
     monkeypatch.setattr(hardware.sys, "platform", "linux")
     assert hardware.accelerators(devices(tmp_path, present)) == (("xpu", 3) if asked else ("cpu", 0))
+
+
+@pytest.mark.parametrize(("printed", "counted"), [("a note\nxpu 3\n", ("xpu", 3)), ("a note\n", ("cpu", 0))])
+def test_what_torch_prints_beside_its_devices_is_no_number(
+    printed: str, counted: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed))
+    assert hardware._counted_by_torch.__wrapped__() == counted
 
 
 @pytest.mark.parametrize(

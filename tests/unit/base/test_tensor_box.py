@@ -71,7 +71,7 @@ def test_runs_by_hand() -> None:
 
 
 @given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes_of(shape), boxes_of(shape))))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_an_intersection_is_what_both_cover(case: tuple[tuple[int, ...], Box, Box]) -> None:
     shape, a, b = case
     held = np.zeros(shape, dtype=int)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
-from shardwise.cli.compile import _threads
-from shardwise.config import Layout, load_config
+from shardwise.config import load_config
 from shardwise.train.compile import worker
 from shardwise.train.compile.compiled_units import BLOCK
 from shardwise.train.compile.graph_cache import GraphCache
@@ -67,15 +66,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, cli: Command
         captured = cli("compile", *arguments, "--cache-dir", "file/below", code=2)
         assert "compile.cache_dir (file/below) cannot be written" in captured.err
         assert "compiled in" not in captured.out, "it is told after all the work"
-
-
-def test_threads_are_those_that_train_would_give_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("shardwise.cli.compile.cpu_count", lambda: 16)
-    config = load_config("llama2-tiny")
-    assert [_threads(config, Layout(world, 2), "cpu") for world in (2, 8, 64)] == [8, 2, 1]
-    bitwise = load_config("llama2-tiny", ["train.bitwise=true", "train.threads=3"])
-    assert _threads(bitwise, Layout(2, 2), "cpu") == 3
 
 
 def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, cli: CommandLine) -> None:

@@ -1,7 +1,6 @@
 """The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -114,11 +113,3 @@ def test_fault_15_an_ascii_terminal_shows_replacements(
     code, said = on_ascii_terminal(arguments, monkeypatch)
     assert code == (2 if "×" in arguments else 0)
     assert text in said
-
-
-def test_fault_15_json_is_whole_on_an_ascii_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("à – 𝄞", encoding="utf-8")
-    code, said = on_ascii_terminal("data inspect a.txt --json", monkeypatch)
-    assert code == 0
-    assert json.loads(said)["samples"][0]["text"] == "à – 𝄞"

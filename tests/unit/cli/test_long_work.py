@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -16,7 +15,6 @@ from shardwise.cli import main
 from shardwise.cli.run_preparation import fetch_inputs
 from shardwise.config import Config, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.train.compile import ahead_of_time
 from shardwise.verify import verification
 from shardwise.verify.layouts import Cell
 from shardwise.verify.tolerance import LayoutDifferences
@@ -136,18 +134,6 @@ def test_a_download(at: Path, screen: Screen, cli: CommandLine) -> None:
     with serve(content) as server:
         cli("data", "fetch", server.url, "here")
     require(screen, f"fetching: {all_of(len(content))}")
-
-
-def test_a_compilation(at: Path, screen: Screen, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    def capture(graphs: Sequence[tuple[Any, Any]], *_: object) -> Iterator[ahead_of_time.GraphOutcome]:
-        yield from (ahead_of_time.GraphOutcome(facts, 1.0) for _, facts in graphs)
-
-    monkeypatch.setattr("shardwise.cli.compile.accelerators", lambda: ("cpu", 0))
-    monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
-    monkeypatch.setattr(ahead_of_time, "compile_graphs", capture)
-    number = len(re.findall("captured in", cli("compile", "llama2-tiny", "--device", "cuda").out))
-    assert number > 1
-    require(screen, f"compiling: {number} of {number} graphs, 100%")
 
 
 def test_a_verification(at: Path, screen: Screen, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:

@@ -45,13 +45,6 @@ def test_a_path_that_may_not_be_entered_is_wrong_input(
     assert "loop" in cli.refused(*command.split())
 
 
-def test_an_export_onto_a_link_that_leads_nowhere_is_wrong_input(tmp_path: Path, cli: CommandLine) -> None:
-    folder = write_checkpoint(tmp_path / "run")
-    (tmp_path / "out").symlink_to(tmp_path / "nothing")
-    said = cli.refused("checkpoint", "export", folder, tmp_path / "out")
-    assert f"renamed to {tmp_path / 'out'}: Not a directory" in said
-
-
 def test_one_checkpoint_has_no_others_to_remove(tmp_path: Path, cli: CommandLine) -> None:
     folder = write_checkpoint(tmp_path)
     said = cli.refused("checkpoint", "prune", folder, "--keep", "1")

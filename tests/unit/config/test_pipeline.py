@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from shardwise.config import ParallelConfig, load_config
-from shardwise.config.layout_rules import fits_schedule
+from shardwise.config import load_config
 from tests.unit.config.refusals import layout_of, problem
 from tests.unit.config.test_families import OWN, problems
 
@@ -69,19 +68,3 @@ def test_too_few_or_uneven_micro_batches(overrides: str, needs: str, batches: st
 def test_a_model_of_your_own_has_no_stages() -> None:
     (sentence,) = problems(OWN, world=2, parallel={"pipeline": 2})
     assert sentence.startswith("parallel.pipeline (2) must be 1 with a model of your own (model.family my.package")
-
-
-@pytest.mark.parametrize(
-    ("schedule", "degree", "fitting"),
-    [
-        ("gpipe", 4, range(1, 17)),
-        ("1f1b", 4, range(4, 17)),
-        ("dualpipev", 4, range(8, 17)),
-        ("interleaved", 4, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16)),
-        ("interleaved_zero_bubble", 3, (1, 2, 3, 4, 5, 6, 8, 9, 12, 15)),
-    ],
-)
-def test_how_many_micro_batches_fit(schedule: str, degree: int, fitting: range | tuple[int, ...]) -> None:
-    """Torch's own schedules are asked the same in tests/unit/pipeline/test_action_order.py."""
-    parallel = ParallelConfig.model_validate({"pipeline": degree, "schedule": schedule})
-    assert [n for n in range(1, 17) if fits_schedule(parallel, n)] == list(fitting)

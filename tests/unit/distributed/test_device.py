@@ -124,13 +124,3 @@ def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
     assert devices.is_shared_device(shared)
     assert not devices.is_lost_connection(shared)
     assert not devices.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-
-
-def test_a_device_has_the_name_of_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
-    neuron = SimpleNamespace(
-        is_available=lambda: True,
-        get_device_name=lambda device: "neuron",
-        get_device_properties=lambda device: SimpleNamespace(name="trn2"),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: neuron)
-    assert devices.name(torch.device("meta")) == "trn2"

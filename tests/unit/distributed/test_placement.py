@@ -116,11 +116,6 @@ def test_a_gradient_that_no_layer_sums_stays_partial(grain: int | None) -> None:
     assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
 
 
-def test_an_odd_number_of_rows_is_padded_at_the_end() -> None:
-    held = [placement.Piece.rows("w", (9, 2), pretend_group(rank, 4), NORMAL).box for rank in range(4)]
-    assert [(box.start[0], box.size[0]) for box in held] == [(0, 3), (3, 3), (6, 3), (9, 0)]
-
-
 # ---- drawing
 
 CUTS: dict[str, Callable[[Group, Init], Piece]] = {
@@ -186,13 +181,6 @@ def test_draws_are_float32_draws_rounded(dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
     assert torch.equal(drawn(CUTS["rows"], 0, 1, dtype), drawn(CUTS["rows"], 0, 1).to(dtype))
     assert torch.equal(torch.get_rng_state(), before), "a seeded draw advanced torch's default generator"
-
-
-def test_the_meta_device_draws_nothing() -> None:
-    piece = placement.Piece.rows("w", (4, 2), Group(), NORMAL)
-    made = placement.make_parameter((4, 2), (piece,), Group(), seed=1, device="meta")
-    assert made.is_meta
-    assert placement.of(made) == Placement((piece,), placement.of(made).group)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rank", range(4))

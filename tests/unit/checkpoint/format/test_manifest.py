@@ -98,7 +98,7 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no such file": (change_tensor(pieces=[[99, 0, [0, 0], [11, 6]]]), "in files that are listed"),
     "fractions": (change_tensor(shape=[1.5]), "whole numbers"),
     "dtype": (change_tensor(dtype="pickle"), r"dtype of model/embed.weight \('pickle'\)"),
-    "shared bytes": (change_tensor(pieces=[[0, 0, [0, 0], [1, 6]]] * 2), "must not share bytes"),
+    "shared bytes": (change_tensor(pieces=[[0, at, [at, 0], [1, 6]] for at in (0, 4)]), "must not share bytes"),
     "offset of truth": (change_tensor(pieces=[[0, True, [0, 0], [11, 6]]]), "\\[file, offset"),
     "beyond any number": (change_tensor(pieces=[[0, 2**64, [0, 0], [11, 6]]]), "\\[file, offset"),
     "a product beyond any number": (

@@ -22,7 +22,6 @@ from tests.unit.data import small_runs
 from tests.unit.data.small_runs import refusal, saved_tokenizer
 
 GOOD = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."}]
-SYSTEM = {"role": "system", "content": "Be kind."}
 CHAT = {"format": "chat", "split": "1,0"}
 
 
@@ -172,18 +171,6 @@ def test_rows_of_all_kinds_have_the_same_targets(tmp_path: Path, base: str, name
     assert tokenizer.decode(chats.tokens).count("A model.") == 1 + is_long
 
 
-def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, base: str) -> None:
-    row = {"messages": [{**GOOD[0], "name": "Ann"}, GOOD[1]], "tools": [{"name": "weather"}], "id": 3}
-    path = written(tmp_path / "chat.jsonl", row, row)
-    settings = config(path=path, tokenizer=base, **CHAT)
-    text = "neither the chat template nor the training reads the fields id, name and tools"
-    assert f"; {text}" in dict(preview_data(settings).rows)["data"]
-    told: list[str] = []
-    data = prepare_data(settings, tmp_path / "cache", announce=told.append)
-    assert [line for line in told if "warning" in line] == [f"warning: {path}: {text}"]
-    assert f"; {text}" in data.summary
-
-
 def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     """A table has each field of any row in all rows."""
     calls = [[{"name": "a", "arguments": {"city": "Ulm"}}], [{"name": "b", "arguments": {"days": 3}}]]
@@ -197,13 +184,6 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     assert [chat.messages for _, chat in of_table] == [chat.messages for _, chat in of_lines]
     with pytest.raises(DataError, match=r"has no column 'talk': set data\.text_key to .* \(messages\)"):
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
-
-
-def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path, base: str) -> None:
-    Path(base, CHAT_TEMPLATE).write_text("{{ raise_exception('no system') if messages[0].role == 'system' else '' }}a")
-    path = written(tmp_path / "chat.jsonl", "", {"messages": [SYSTEM, *GOOD]})
-    with pytest.raises(DataError, match=r"chat\.jsonl: line 2: the chat template in .* refuses .* no system"):
-        prepare_data(config(path=path, format="chat", tokenizer=base), tmp_path)
 
 
 def test_an_evaluation_set_of_conversations_has_each_answer_once(

@@ -101,18 +101,6 @@ def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
     assert list((tmp_path / "cache/tokens").iterdir()) == [entry]
 
 
-def test_columns_of_fixed_length_and_parts_by_weight(tmp_path: Path) -> None:
-    kind, rows = datasets.List(datasets.Value("int16"), length=40), [row[:40] for row in ROWS]
-    table = datasets.Dataset.from_dict({"tokens": rows}, features=datasets.Features({"tokens": kind}))
-    table.save_to_disk(tmp_path / "saved")
-    data = prepared(tmp_path / "saved", text_key="tokens", split="80,20")
-    held = data.tokens["eval"].tolist()
-    chosen = [row for row in rows if any(held[at : at + len(row)] == row for at in range(len(held)))]
-    assert [*chain(*chosen)] == held, "whole rows are held out"
-    assert 0.15 < len(held) / sum(map(len, rows)) <= 0.2
-    assert data.tokens["train"].tolist() == [*chain(*(row for row in rows if row not in chosen))]
-
-
 def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -79,15 +79,6 @@ def test_samples_are_those_of_the_definition(folder: str) -> None:
     assert batch.counts.tolist() == [sum(int((each != IGNORE).sum()) for each in expected), 15]
 
 
-def test_the_first_zero_ends_the_list(tmp_path: Path) -> None:
-    found = arrays(1)
-    found["masked_lm_positions"][0], found["masked_lm_ids"][0] = [3, 0, 9, 999], [7, 8, 9, -1]
-    batch = all_of(write(tmp_path / "a.hdf5", found)).global_batch(0, 1)
-    assert batch.inputs["positions_PB"][:, 0].tolist() == [3, 0, 0, 0]
-    assert batch.inputs["targets_PB"][:, 0].tolist() == [7, IGNORE, IGNORE, IGNORE]
-    assert batch.counts.tolist() == [1, 1]
-
-
 def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     one = f"{folder}/wiki_training_0.hdf5"
     for path, samples in ((folder, 15), (one, 5), (f"{folder}/*_training_[02].hdf5", 14), (f"{folder}/wiki*", 18)):

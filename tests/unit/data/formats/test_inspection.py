@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
-from shardwise.data.formats import megatron, text
+from shardwise.data.formats import text
 from shardwise.data.formats.data_format import Inspection, LengthStatistics
 from shardwise.data.formats.inspections import evenly_spread
 from shardwise.data.preview import inspect_data
-from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedFile
 from tests.unit.data.prepare.jobs import Folder
-from tests.unit.data.small_runs import json_lines
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=50))
 def test_each_length_is_in_one_bin(values: list[int]) -> None:
     found = LengthStatistics.of("tokens", np.array(values), len(values))
@@ -63,24 +62,6 @@ def test_packed_samples_are_shown_in_place_of_documents(tmp_path: Path, monkeypa
         looked(tmp_path / "text.jsonl", packed_length=8)
     with pytest.raises(DataError, match="--sequence-length must be left out with PATH"):
         inspect_data(str(tmp_path / "text.jsonl"), 1, {"format": "chat"}, 8)
-
-
-def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with IndexedWriter(tmp_path / "data", 100) as writer:
-        for number in range(100):
-            writer.add([7] * (number + 1))
-    for name, number in (("_LENGTHS", 10), ("_BLOCKS", 3), ("_BLOCK_TOKENS", 50)):
-        monkeypatch.setattr(megatron, name, number)
-    found = looked(tmp_path / "data")
-    assert (found.lengths.counted, found.lengths.number, found.lengths.most) == (10, 100, 100)
-    assert found.counts["ids"] == {"lowest": 7, "highest": 7, "looked_at": 150}
-    assert ("ids", "7 … 7 in 150 tokens that were looked at") in found.rows
-    # Long text from its beginning.
-    json_lines(tmp_path / "text.jsonl", ["a line of text"] * 1000)
-    monkeypatch.setattr(text, "_TEXT_CHARACTERS", 1400)
-    found = looked(tmp_path / "text.jsonl")
-    assert (found.counts["documents"], found.counts["looked_at"]) == (None, 100)
-    assert ("documents", "100 in the first 1.4 KiB of text") in found.rows
 
 
 def test_samples_are_text_where_a_tokenizer_is_at_hand(tmp_path: Path) -> None:

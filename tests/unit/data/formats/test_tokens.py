@@ -202,14 +202,10 @@ def test_files_of_datatrove_that_are_refused(tmp_path: Path) -> None:
     whole, ends, number = path.read_bytes(), np.fromfile(index, "<u8"), len(JOINED)
     path.write_bytes(whole[:-10])
     assert f"({number - 5} ids of uint16) must have {number}, as a.ds.metadata says: copy it again" in refused(path)
-    path.write_bytes(whole[:-1])
-    assert "must be above 0 and a multiple of 2, for ids of uint16: the file is cut off" in refused(path)
     path.write_bytes(whole)
-    for wrong in (ends[:-1], ends[::-1].copy(), np.append(ends, ends[-1] + 1)):
+    for wrong in (ends[:-1], ends[::-1].copy()):
         wrong.tofile(index)
         assert f"a.ds.index must have the end of each document as 8 bytes, ascending to {number}" in refused(path)
-    index.write_bytes(b"")
-    assert "and it has 0 bytes: copy both files again, or remove the index" in refused(path)
     index.unlink()
     assert tokens(path) == JOINED, "an index is optional"
     assert "needs the id of the token that ends a document" in refused(path, packing="best_fit")
@@ -246,9 +242,6 @@ def test_shards_of_llm_c(tmp_path: Path) -> None:
     (tmp_path / "hellaswag_val.bin").write_bytes(header.tobytes() + half.tobytes())
     assert tokens(f"{tmp_path}/x_train_*.bin") == JOINED
     assert "hellaswag_val.bin holds the questions of an evaluation of llm.c" in refused(tmp_path)
-    header[:2] = 20240520, 2
-    (tmp_path / "x_train_000001.bin").write_bytes(header.tobytes() + half.tobytes())
-    assert "is a shard of llm.c of version 2, and only 1 can be read" in refused(tmp_path / "x_train_000001.bin")
 
 
 def test_arrays_of_tokens(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import gzip
 import itertools
 import shutil
 from collections.abc import Mapping
@@ -64,17 +63,6 @@ def test_sentences_are_sequences(folder: Folder) -> None:
             sentences[-1].append(tokenizer.required_end())
             writer.add(list(itertools.chain(*sentences)), list(map(len, sentences)))
     assert folder.index("made") == folder.index("by-hand")
-
-
-def test_every_kind_of_text_is_read(folder: Folder) -> None:
-    rows = pytest.importorskip("datasets").Dataset.from_dict({"text": folder.documents})
-    rows.save_to_disk(str(folder.at / "saved"))
-    rows.to_parquet(str(folder.at / "text.parquet"))
-    (folder.at / "text.jsonl.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
-    sources = ("text.jsonl", "text.jsonl.gz", "text.parquet", "saved")
-    for number, source in enumerate(sources):
-        folder.run(folder.job(f"made-{number}", source=source))
-    assert len({folder.index(f"made-{number}") for number in range(len(sources))}) == 1
 
 
 class Killed(BaseException):
@@ -224,13 +212,6 @@ def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: p
             held.enter_context(second._locked())
         assert second.folder.exists(), "the end of one removes the folder of the next"
     assert not second.folder.exists()
-
-
-def test_text_without_tokens_is_refused(folder: Folder) -> None:
-    json_lines(folder.at / "text.jsonl", [" ", "\n"])
-    with pytest.raises(DataError, match="holds no text that becomes tokens"):
-        folder.run(folder.job("out", append_eod=False, split_sentences=True))
-    assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
 
 
 def test_output_lies_outside_of_the_text_and_has_a_name(folder: Folder) -> None:

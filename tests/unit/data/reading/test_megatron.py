@@ -15,7 +15,6 @@ from shardwise.data.reading import megatron_files as indexed
 from shardwise.data.reading.megatron_files import (
     IndexedFile,
     IndexedWriter,
-    UnfinishedIndex,
     is_megatron_file,
     megatron_dtype,
 )
@@ -250,9 +249,3 @@ def test_all_tokens_are_on_the_disk_before_they_have_a_name(tmp_path: Path, monk
     for suffix in (".bin", ".idx"):
         found = (tmp_path / f"data{suffix}").stat()
         assert flushed[found.st_ino] == found.st_size > 0, suffix
-
-
-def test_a_sequence_longer_than_its_size_can_say_is_refused(tmp_path: Path) -> None:
-    told = r"a sequence after document 0 \(2147483648 tokens\) must have fewer than 2\^31, which the format can hold"
-    with UnfinishedIndex(tmp_path / "data", 100) as index, pytest.raises(DataError, match=told):
-        index.extend(np.array([], dtype=np.uint16), np.array([2**31]), np.array([1]))

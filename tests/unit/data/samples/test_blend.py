@@ -10,7 +10,7 @@ from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.order import BlendPattern, MixtureStage, SourceOrder
 
 NAMES = [f"s{number}" for number in range(40)]
-unhurried = settings(deadline=None)
+unhurried = settings(deadline=None, max_examples=50)
 weights_of = st.lists(st.integers(1, 40).map(lambda number: number / 10), min_size=1, max_size=6)
 
 

@@ -16,7 +16,7 @@ END = 3
 LENGTHS = st.lists(st.integers(0, 3 * ROOM), min_size=1, max_size=40)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, ROOM), max_size=60))
 def test_each_size_goes_into_the_fullest_pack_with_room(sizes: list[int]) -> None:
     """Of equally full packs, into the one that was filled last; of equal sizes, the first one goes first."""
@@ -37,7 +37,7 @@ def test_each_size_goes_into_the_fullest_pack_with_room(sizes: list[int]) -> Non
     assert [packs.members[begin:end].tolist() for begin, end in pairwise(packs.begins)] == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.sampled_from([4, 1 << 20]))
 def test_documents_are_whole_unless_they_are_too_long(lengths: list[int], window: int) -> None:
     bounds = bounds_of(lengths)

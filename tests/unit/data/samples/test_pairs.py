@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.base.errors import DataError
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.sentence_pairs import SentencePairBatches, pair_batch
+from shardwise.data.samples.sentence_pairs import SentencePairBatches
 from tests.unit.data.samples.small_batches import FIRST, SPECIAL, many, pairs
 from tests.unit.data.samples.test_masking import within
 
@@ -129,15 +128,3 @@ def test_a_short_corpus_works(documents: list[list[int]]) -> None:
             inside = chunks.start[index] <= b[0] - FIRST < chunks.end[index]
             assert inside == (label == 0)
             assert chunks.start[index] <= a[0] - FIRST <= a[-1] - FIRST < chunks.end[index]
-
-
-def test_a_masked_position_beyond_the_sequence_is_named() -> None:
-    batch = pairs(many()).global_batch(40, 8)
-    positions_PB = batch.inputs["positions_PB"].copy()
-    positions_PB[1, 2], positions_PB[4, 7] = 32, -1
-    inputs = {**batch.inputs, "positions_PB": positions_PB}
-    with pytest.raises(DataError) as caught:
-        pair_batch(batch.samples, **{name: array.T for name, array in inputs.items()})
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["sample 42", "sample 47"]
-    assert "a masked position (32) must be in 0 … 31" in caught.value.problems[0]
-    assert "a masked position (-1) must be in 0 … 31" in caught.value.problems[1]

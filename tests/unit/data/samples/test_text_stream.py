@@ -24,7 +24,7 @@ from shardwise.data.reading import jsonl_parquet
 from shardwise.data.reading import text_sources as shards_module
 from shardwise.data.reading.text_sources import FileShard
 from shardwise.data.samples import text_stream as streaming_module
-from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.text_stream import StreamBatches, StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.sweeps import few
@@ -117,16 +117,6 @@ def test_every_document_once_an_epoch_in_another_order(kind: str, tokenizer: Pat
     assert epoch_documents(opened(path, seed=2), tokenizer, 0) != first
     # A buffer as large as the data shuffles all of them.
     assert sorted(epoch_documents(opened(path, buffer=999), tokenizer, 0)) == sorted(TEXTS)
-
-
-def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, opened: Any) -> None:
-    batches = opened(whole, buffer=1000)
-    assert batches.epochs(100) == "of a stream, whose length is not known"
-    block = batches._stream.block(StreamPosition())
-    found = batches.global_batch(0, block.stop.samples)
-    assert int(found.counts[0]) == len(block.samples.tokens) - 1
-    targets = found.inputs["targets_SB"]
-    assert np.array_equal(np.sort(targets[targets != IGNORE]), np.sort(block.samples.tokens[1:]))
 
 
 @pytest.mark.parametrize("kind", few(KINDS, "jsonl.gz"))

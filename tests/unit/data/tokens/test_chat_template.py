@@ -249,12 +249,6 @@ def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path, source
     assert str(tmp_path / CHAT_TEMPLATE) in problem
 
 
-def test_a_message_with_a_private_character_is_refused(tmp_path: Path) -> None:
-    template = template_of(tmp_path, None)
-    with pytest.raises(DataError, match="U\\+FDD0"):
-        template.render([{"role": "user", "content": "\ufdd0"}], add_generation_prompt=True)
-
-
 def test_a_tokenizer_without_an_end_has_no_built_in_template(tmp_path: Path) -> None:
     Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"its name has no chat template, no <.im_start.> and <.im_end.>, and no token"):

@@ -181,11 +181,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     expect(folder, r"must hold a tokenizer, which is .*: it has vocab\.json")
     expect(folder / "vocab.json", r"vocab\.json must have merges\.txt beside it")
     (folder / "vocab.json").rename(folder / "other.bin")
-    kinds = (
-        r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model, vocab\.txt, tekken\.json or "
-        r"gpt2-vocab\.json with gpt2-merges\.txt"
-    )
-    expect(folder, rf"own must hold a tokenizer, which is {kinds}: it has other\.bin")
+    expect(folder, r"own must hold a tokenizer, which is .*: it has other\.bin")
     expect(tmp_path / "empty", "it is empty")
     expect(folder / "vocab.json", r"data\.tokenizer \(.*/own/vocab\.json\) must be a tokenizer's file or ")
     with pytest.raises(DataError, match=r"nothing does not exist: a tokenizer is .*, or a folder that holds one"):

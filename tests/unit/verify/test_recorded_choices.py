@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.config import load_config
 from shardwise.config.routing import Routing
 from shardwise.layers.experts import choose
-from shardwise.verify import router_choices
+from shardwise.verify import recorded_choices
 from shardwise.verify.cell_training import ReferenceTraining, train_cell, train_reference
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature
@@ -28,7 +28,7 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
     def worst(routing: Routing, scores: Tensor) -> Tensor:
         return choose(routing, -scores)
 
-    with mock.patch.object(router_choices, "choose", worst):
+    with mock.patch.object(recorded_choices, "choose", worst):
         differences, _ = train_cell(config, Cell(), tmp_path, source, tmp_path / "target")
     assert differences.choices.differing == number
     (told,) = differences.problems(Tolerance.of(config), "A")
@@ -58,7 +58,7 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
 def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
     routing: Routing, scores: list[float], wanted: list[int], is_wrong: bool
 ) -> None:
-    found = router_choices.RouterChoices({}, 1e-5)
+    found = recorded_choices.RecordedChoices({}, 1e-5)
     given = torch.tensor([scores])
     layer = mock.Mock(router=mock.Mock(routing=routing))
     found._compare(layer, given, choose(routing, given), torch.tensor([wanted]), [(("gate", 3), 5)])
