@@ -120,6 +120,14 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
     assert "name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the firewall" in found.mend
 
 
+@pytest.mark.slow
+def test_two_ranks_sum_a_tensor() -> None:
+    with ranks.prepared_check():
+        found = ranks.check_collective()
+    assert found.status == "ok", found
+    assert found.found.startswith("2 ranks on ")
+
+
 @pytest.fixture
 def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where one thing is wrong, with secrets."""
