@@ -82,7 +82,6 @@ def losses(
     pairs = "nsp" in config.model.objectives
     trainer = build_trainer(config, mesh, make_data(length=16, pairs=pairs))
     if folder is not None:
-        assert trainer.compilation is not None
         trainer.compilation.folder = Path(folder)
     found = [trainer.step().loss, trainer.evaluator.held_out()[0]]
     found += [*(trainer.step().loss for _ in range(steps - 1)), trainer.evaluator.held_out()[0]]
@@ -130,7 +129,6 @@ def generated() -> tuple[float, int]:
     )
     difference = abs(trainer.step().loss / eager.step().loss - 1)
     eager.feed.close()
-    assert trainer.compilation is not None
     before, cache = len(trainer.compilation.graphs), KeyValueCache(16)
     model: Any = trainer.model
     for length in (3, *[1] * 9):

@@ -76,7 +76,6 @@ def resume(config: Config, root: str) -> Resumed:
     except ShardwiseError as error:
         resumed.problem = f"{type(error).__name__}: {error}"
         return resumed
-    assert restored is not None
     assert trainer.progress.step == restored.manifest.step
     resumed.step = trainer.progress.step
     state = canonical_state(trainer)

@@ -54,7 +54,6 @@ def by_hand(batches: list[Batch]) -> Rows:
 def feed_of(config: Config, mesh: Mesh) -> tuple[Feed, Any, Any]:
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     train, evaluation = (make_batches(config, data, part) for part in ("train", "eval"))
-    assert train is not None
     return Feed(config, mesh, train, evaluation), train, evaluation
 
 

@@ -57,7 +57,6 @@ def by_logits(tp: int, vocabulary: int, smoothing: float, ignore_index: int | No
     assert found.dtype == torch.float32
     found.backward(pull, retain_graph=True)
     (again,) = torch.autograd.grad(found, local, pull)
-    assert local.grad is not None
     assert local.grad.dtype == dtype
     assert torch.equal(again, local.grad), "the second backward pass gives another gradient"
     assert torch.equal(local.detach(), before), "the logits were changed in place"
@@ -104,8 +103,6 @@ class Case:
             (x @ weight.t()).flatten(0, 1), self.target.flatten(), reduction="sum", label_smoothing=smoothing
         )
         (self.wanted * scale).backward()
-        assert x.grad is not None
-        assert weight.grad is not None
         self.wanted_dx = x.grad.chunk(tp)[self.group.rank] if sequence else x.grad
         local, held = columns(weight.detach().t(), tp, PADDING)
         padded_dw, _ = columns(weight.grad.t(), tp, 0.0)
@@ -127,8 +124,6 @@ class Case:
         )
 
     def errors(self, loss: Tensor, dx: Tensor | None, dw: Tensor | None) -> dict[str, float]:
-        assert dx is not None
-        assert dw is not None
         return {
             "loss": error(loss, self.wanted),
             "gradient of x": error(dx, self.wanted_dx),
