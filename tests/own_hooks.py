@@ -29,20 +29,6 @@ def no_evaluation(config: Config, part: str) -> list[list[int]] | None:
     return None if part == "eval" else [[1, 2, 3]] * 8
 
 
-def torn(config: Config, part: str) -> list[list[int]]:
-    if part == "eval":
-        raise OSError("no disk is there")
-    return [[1, 2, 3]] * 8
-
-
-def wrong_ids(config: Config, part: str) -> list[list[int]]:
-    return [[1, config.model.vocab_size]] * 8
-
-
-def sum_of_squares(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
-    return logits_SBV[targets_SB != -100].square().sum()
-
-
 def cross_entropy(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     """The family's own loss."""
     return F.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), ignore_index=-100, reduction="sum")
@@ -50,10 +36,6 @@ def cross_entropy(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
 
 def mean_of_each(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     return logits_SBV.mean(dim=0)
-
-
-def without_gradient(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
-    return cross_entropy(logits_SBV, targets_SB).detach()
 
 
 def mean_that_changes_its_targets(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
@@ -103,12 +85,6 @@ class WithoutStep(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
 
-class Dividing(SignMomentum):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        _ = 1 / 0
-
-
 class Recorder:
     """Keeps the names of events in a list of its class."""
 
@@ -116,13 +92,6 @@ class Recorder:
 
     def __call__(self, event: dict[str, Any]) -> None:
         self.heard.append(event["event"])
-
-
-class Broken:
-    def __init__(self) -> None:
-        raise RuntimeError("no room")
-
-    def __call__(self, event: dict[str, Any]) -> None: ...
 
 
 def stop_at_2(event: dict[str, Any]) -> bool:

@@ -146,9 +146,7 @@ def test_any_layout_trains_like_one_process(
 
 DOCUMENTS = tuple(("data", key, True) for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"))
 KEYS: dict[str, tuple[str, Cell, tuple[tuple[str, str, Any], ...]]] = {
-    "copies": ("glm4_moe", Cell("cpu", 4, expert=2, zero=3), (("parallel", "replicate", 2),)),
     "offload": ("glm4_moe", Cell("cpu", 4, expert=2, zero=3), (("optimizer", "offload", True),)),
-    "Muon": ("mixtral", Cell("cpu", 4, tensor=2, expert=2, zero=3), (("optimizer", "name", "muon"),)),
     "documents and a window": (
         "mixtral", Cell("cpu", 4, context=2, expert=2),
         (*DOCUMENTS, ("data", "eod_token", 3), ("model", "sliding_window", 5)),

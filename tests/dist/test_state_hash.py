@@ -13,6 +13,7 @@ from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random, run
 from tests.dist.training import SMALL_MODELS, make_config, make_data
+from tests.sweeps import few
 
 
 def sums(
@@ -56,9 +57,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama tied, biases", pytest.param("gpt", marks=pytest.mark.slow)])
+CASES = [("llama tied, biases", "mixed"), ("gpt", "bfloat16")]
+
+
+@pytest.mark.parametrize(("model", "mode"), few(CASES, CASES[0]))
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", ["mixed", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_no_layout_changes_the_sums(layout: str, model: str, mode: str, ranks: Any) -> None:
     """Fused, transposed, copied, padded and tied tensors have the sums of whole tensors, by another implementation."""
     tensor, pipeline, keys = LAYOUTS[layout]
