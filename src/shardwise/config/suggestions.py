@@ -131,10 +131,7 @@ REMOVED = {
     "submit --kubernetes": "give each pod of Kubernetes the torchrun line of docs/cluster.md",
     "compile --retry-failed": "a graph that failed is compiled again, without an option",
 }
-"""Options as `COMMAND --option`, keys as `section.key`, values as `section.key=value` → one plain sentence.
-
-A reader of input asks `removed_text` before it says that a name or a value is unknown.
-"""
+"""Options as `COMMAND --option`, keys as `section.key`, values as `section.key=value` → one plain sentence."""
 
 
 def removed_text(spelling: str) -> str | None:

@@ -123,9 +123,6 @@ _KINDS = {name: kind for kind, names in _FIELDS.items() for name in names.split(
 """The type of each field by its name. A name means the same in all files of a run's folder."""
 
 
-# ---- records as dataclasses
-
-
 def record_instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
     """A dataclass whose fields are those of a JSON record; ValueError if one is missing, or has another type."""
     read: _T = _adapter(cast(Any, cls)).validate_json(json.dumps(record), strict=True)

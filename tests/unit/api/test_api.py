@@ -15,7 +15,6 @@ import torch
 import shardwise
 from shardwise.base.errors import ConfigError
 from shardwise.launch import rank_process
-from shardwise_plan.layout_choices import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -57,10 +56,8 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     assert config.compile.options == {"max_autotune": True}
 
 
-@pytest.mark.parametrize(
-    "value", [np.zeros(2), torch.zeros(2), object(), {1: 2}], ids=["array", "tensor", "object", "number as key"]
-)
-@pytest.mark.parametrize("key", ["train", "train.steps", "optimizer.lr", "data.path", "hooks.loss", "model"])
+@pytest.mark.parametrize("value", [torch.zeros(2), object(), {1: 2}], ids=["tensor", "object", "number as key"])
+@pytest.mark.parametrize("key", ["train", "optimizer.lr", "hooks.loss"])
 def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
         shardwise.load_recipe("llama2-tiny", **{key: value})
@@ -71,19 +68,6 @@ def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
     before = json.dumps(values)
     assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
     assert json.dumps(values) == before
-
-
-def test_all_problems_are_told_at_once_with_dotted_keys() -> None:
-    wrong = {"train": {"stepps": 3}, "optimizer": {"lr": "fast"}, "train.global_batch.x": 1}
-    with pytest.raises(ConfigError) as caught:
-        shardwise.load_recipe("llama2-tiny", **wrong)
-    told = str(caught.value)
-    for text in (
-        "train.stepps: unknown key; did you mean train.steps?",
-        "optimizer.lr ('fast') must be a number",
-        "train.global_batch.x: unknown key; global_batch is one value",
-    ):
-        assert text in told
 
 
 # ---- runs
@@ -212,27 +196,6 @@ def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dic
     assert not Path("runs").exists()
 
 
-def test_an_unknown_event_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError) as caught:
-        shardwise.Run(tmp_path).metrics("evaluation")  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "event ('evaluation') must be start, resume, step, state_hash, eval, eval_set, eval_task, checkpoint, compile, "
-        "warning or stop; did you mean eval?"
-    )
-
-
-@pytest.mark.parametrize("content", [b'{"final_loss": 5', b"[]", b"\xff\xfe"], ids=repr)
-@pytest.mark.parametrize("name", ["results", "environment"])
-def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    read = getattr(shardwise.Run(tmp_path), name)
-    assert read() is None
-    (tmp_path / f"{name}.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"/{name}\.json (cannot be read|must hold)"):
-        read()
-
-
 # ---- plans
 
 
@@ -243,31 +206,3 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
     times = [plan.time.total for plan in found.plans]
     assert times == sorted(times)
     assert {plan.config.parallel.tensor for plan in found.plans} == {config.parallel.tensor}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"config": "llama2-7b"}, "config ('llama2-7b') must be a shardwise.Config, as shardwise.load_recipe(RECIPE)"),
-        ({"device": "h100:0"}, "device h100:0 and nodes (1) must name at least one device"),
-        ({"best": 0}, "best (0) must be a whole number of at least 1"),
-        ({"fixed": ("tensor",)}, "fixed: 'tensor' is no key of a layout; it may have parallel.tensor, "),
-    ],
-    ids=lambda case: str(case)[:40],
-)
-def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        shardwise.plan(**{"config": shardwise.load_recipe("llama2-7b"), "device": "h100:8", **arguments})
-
-
-def test_each_key_that_a_plan_keeps_is_kept() -> None:
-    config = shardwise.load_recipe(
-        "llama2-7b",
-        parallel={"tensor": 2, "sequence": True, "pipeline": 2, "schedule": "interleaved", "virtual_stages": 4},
-        train={"micro_batch": 2, "recompute": "full"},
-        optimizer={"zero": 0},
-    )
-    (plan,) = shardwise.plan(config, "b200:8", np.int64(2), best=1, fixed=FIXABLE).plans  # type: ignore[arg-type]
-    for key in FIXABLE:
-        section, name = key.split(".")
-        assert getattr(getattr(plan.config, section), name) == getattr(getattr(config, section), name), key

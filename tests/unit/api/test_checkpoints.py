@@ -1,7 +1,6 @@
 """The Python API: checkpoints of a loop of one's own, and what is refused of the arguments."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.models.build import build_model
-from tests.sweeps import few
 
 Parts = tuple[nn.Sequential, shardwise.ZeroRedundancyOptimizer]
 
@@ -74,27 +72,11 @@ def test_another_model_is_refused_with_every_mismatch(tmp_path: Path) -> None:
         shardwise.load_checkpoint(tmp_path / "nothing", other)
 
 
-def test_a_checkpoint_that_lacks_its_optimizers_states_is_refused(tmp_path: Path) -> None:
-    saved = Root.of(shardwise.save_checkpoint(tmp_path, *parts(), step=1))
-    changed = replace(Manifest.read(saved), optimizer={"states": ["momentum"], "steps": 1})
-    (saved / MANIFEST).write(changed.to_json().encode())
-    with pytest.raises(ConfigError, match=r"names the states of an optimizer that it does not hold: .*'momentum'"):
-        shardwise.load_checkpoint(tmp_path, *parts())
-
-
 def test_a_checkpoint_that_could_not_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.checkpoint.format.manifest.MAX_MANIFEST_VALUES", 10)
     with pytest.raises(RunError, match="could not be read again: of its manifest it must have at most 10 values, and"):
         shardwise.save_checkpoint(tmp_path, *parts(), step=1)
     assert not (tmp_path / "step-00000001").exists()
-
-
-@pytest.mark.parametrize("given", [1.5, True, 10**18])
-def test_a_step_that_is_no_number_of_updates_is_refused(given: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        shardwise.save_checkpoint(tmp_path / "saved", *parts(), step=given)
-    assert str(caught.value) == f"step ({given!r}) must be the number of updates done, a whole number from 0 on"
-    assert not (tmp_path / "saved").exists()
 
 
 def test_a_model_with_persistent_buffers_is_refused(tmp_path: Path) -> None:
@@ -157,7 +139,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 SAME_STATE = {("lamb", "adamw"), ("adamw", "lamb"), *((kind, kind) for kind in KINDS)}
 
 
-@pytest.mark.parametrize("saved", few(KINDS, "adamw", "momentum"))
+@pytest.mark.parametrize("saved", ["adamw", "momentum"])
 def test_the_state_of_another_optimizer_is_refused(saved: str, tmp_path: Path) -> None:
     """Else it would be dropped, or be missing in the next step."""
 
@@ -178,13 +160,6 @@ def test_the_state_of_another_optimizer_is_refused(saved: str, tmp_path: Path) -
         with pytest.raises(ConfigError, match=r"^the optimizer \(\w+\), which keeps .*, must keep what .* holds \("):
             shardwise.load_checkpoint(tmp_path, other, its_optimizer)
         assert all(map(torch.equal, before, other.parameters()))
-
-
-def test_a_checkpoint_without_updates_goes_with_any_optimizer(tmp_path: Path) -> None:
-    shardwise.save_checkpoint(tmp_path, *parts(), step=0)
-    other = parts(1, torch.optim.SGD, momentum=0.9)
-    assert shardwise.load_checkpoint(tmp_path, *other) == 0
-    step(*other)
 
 
 def named(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -221,18 +196,12 @@ def test_fault_22_what_could_not_be_read_again_is_refused_at_the_save(
 NUMBERS: dict[str, dict[str, Any]] = {
     "NAdam": {"lr": 2e-3},
     "ASGD": {"t0": 2.0},
-    "RAdam": {"lr": 1e-3},
-    "Adagrad": {"initial_accumulator_value": 0.1, "lr": 1e-2},
-    "Adamax": {"lr": 2e-3},
-    "Adadelta": {"lr": 1.0},
-    "RMSprop": {"momentum": 0.9, "centered": True, "lr": 1e-2},
-    "Rprop": {"lr": 1e-2},
     "SGD": {},
 }
 
 
-@pytest.mark.parametrize("name", few(NUMBERS, "NAdam", "ASGD", "SGD"))
-def test_fault_22_every_class_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NUMBERS)
+def test_fault_22_classes_of_torch_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """NAdam and ASGD keep numbers beside the count of steps; SGD keeps nothing at all."""
     assert_goes_on(tmp_path, lambda: parts(0, getattr(torch.optim, name), **NUMBERS[name]))
 
@@ -282,17 +251,14 @@ def test_fault_22_numbers_are_those_of_each_parameter_group(tmp_path: Path) -> N
 
 GROUPS = [
     (torch.optim.SGD, {"momentum": 0.9}, None),
-    (torch.optim.Adam, {"amsgrad": True}, None),
     (torch.optim.RMSprop, {"centered": True}, None),
     (torch.optim.AdamW, {}, torch.bfloat16),
-    (shardwise.LAMB, {}, torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("optimizer_class", "options", "dtype"), GROUPS)
 def test_fault_22_groups_of_other_options_or_dtypes_go_on(
-    optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, stage: int, tmp_path: Path
+    optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     """One group keeps momentum, or has masters, and the other does not."""
 
@@ -302,7 +268,7 @@ def test_fault_22_groups_of_other_options_or_dtypes_go_on(
             model[1].register_forward_pre_hook(lambda _, args: args[0].to(dtype))
             model[1].to(dtype)
         groups = [{"params": list(model[0].parameters()), **chosen}, {"params": list(model[1].parameters())}]
-        return model, shardwise.ZeroRedundancyOptimizer(groups, optimizer_class, lr=0.01, stage=stage)
+        return model, shardwise.ZeroRedundancyOptimizer(groups, optimizer_class, lr=0.01)
 
     assert_goes_on(tmp_path, made)
     if options:
@@ -350,14 +316,11 @@ def test_fault_22_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "may_load"),
     [
         (torch.optim.AdamW, torch.optim.RAdam, False),
-        (torch.optim.Adam, torch.optim.AdamW, True),
         (torch.optim.SGD, Counting, True),
-        (Counting, torch.optim.SGD, True),
     ],
 )
 def test_fault_22_equal_names_of_states_do_not_make_two_classes_one(

@@ -61,10 +61,3 @@ def test_each_message_is_shown_once_without_escape_codes(outputs: list[Any], at:
     (message,) = (line for line in lines if line.startswith(f"evaluation at step {STEPS}:"))
     log = (at / "runs/latest/logs/rank-0000.log").read_text(encoding="utf-8")
     assert log.splitlines().count(message) == 1
-
-
-def test_the_log_has_the_messages_and_the_lines_of_progress(outputs: list[Any], at: Path) -> None:
-    log = (at / "runs/latest/logs/rank-0000.log").read_text(encoding="utf-8").splitlines()
-    progress = [line for line in log if line.startswith("step ")]
-    assert [line.partition("/")[0] for line in progress] == [f"step {step}" for step in range(1, STEPS + 1)]
-    assert [line for line in log if line not in progress] == stdout(outputs).splitlines()

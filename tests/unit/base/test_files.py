@@ -1,7 +1,6 @@
 """A link that lies where a file of our own is to be is never followed."""
 
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import (
     ANYONE_WRITES,
     OTHERS,
-    NoLocksError,
     UntrustedError,
     free_bytes,
     lock,
@@ -28,7 +26,7 @@ from shardwise.base.files import (
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data import cache
 from shardwise.data.prepare.output import PreparedOutput
-from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, json_text, open_log
+from shardwise.runs.folder import JsonLines, RunLock, json_text, open_log
 from tests.os_errors import raises
 
 
@@ -85,15 +83,6 @@ def test_no_file_that_a_command_opens_is_a_link(
     assert untouched(victim)
 
 
-def test_no_copy_of_a_former_configuration_is_a_link(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path).create()
-    run.write_config("run: 1\n")
-    (tmp_path / "config-0001.yaml").symlink_to(tmp_path / "victim")
-    run.write_config("run: 2\n")
-    assert (tmp_path / "config-0001.yaml").read_text() == "run: 1\n"
-    assert not (tmp_path / "victim").exists()
-
-
 def test_no_temporary_file_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
     victim = plant(tmp_path / f".a.{os.getpid()}.tmp")
     (Root.of(tmp_path) / "a").write(b"ours")
@@ -116,12 +105,6 @@ def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path) -> Non
         mine.close()
         assert lock(other, wait=True)
     assert (tmp_path / "lock").read_bytes() == b"", "the file stays"
-
-
-def test_a_file_system_without_locks_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", raises(errno.ENOLCK))
-    with open_lock(tmp_path / "lock") as file, pytest.raises(NoLocksError, match="No locks available"):
-        lock(file, wait=True)
 
 
 def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_the_return(

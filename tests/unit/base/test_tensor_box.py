@@ -45,7 +45,7 @@ def fewest(offset: int, length: int, shape: tuple[int, ...]) -> int:
 
 
 @given(runs())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_a_run_is_its_boxes_in_order(case: tuple[int, int, tuple[int, ...]]) -> None:
     offset, length, shape = case
     positions = np.arange(math.prod(shape)).reshape(shape)
@@ -57,7 +57,7 @@ def test_a_run_is_its_boxes_in_order(case: tuple[int, int, tuple[int, ...]]) -> 
 
 
 @given(runs().filter(lambda case: math.prod(case[2]) <= 40))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_a_run_is_the_fewest_boxes(case: tuple[int, int, tuple[int, ...]]) -> None:
     assert len(Box.of_run(*case)) == fewest(*case), case
 
@@ -71,7 +71,7 @@ def test_runs_by_hand() -> None:
 
 
 @given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes_of(shape), boxes_of(shape))))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_an_intersection_is_what_both_cover(case: tuple[tuple[int, ...], Box, Box]) -> None:
     shape, a, b = case
     held = np.zeros(shape, dtype=int)

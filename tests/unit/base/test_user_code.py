@@ -2,9 +2,7 @@
 
 import functools
 import json
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +21,15 @@ class Mine:
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (Mine, f"{__name__}:Mine"),
         (Mine(), f"{__name__}:Mine"),
         (Mine().hear, f"{__name__}:Mine_hear"),
         (lambda event: None, f"{__name__}:_lambda_"),
         ([].append, "builtins:list_append"),
-        ({}.update, "builtins:dict_update"),
         (print, "builtins:print"),
-        (math.sqrt, "math:sqrt"),
         (torch.zeros(1).add, "torch:Tensor_add"),
         (functools.partial(print), "functools:partial"),
     ],
-    ids=["class", "object", "method", "lambda", "list's", "dict's", "builtin", "math's", "tensor's", "partial"],
+    ids=["object", "method", "lambda", "list's", "builtin", "tensor's", "partial"],
 )
 def test_what_is_recorded_of_an_object(value: object, name: str) -> None:
     assert object_name(value) == name
@@ -42,10 +37,6 @@ def test_what_is_recorded_of_an_object(value: object, name: str) -> None:
 
 def reads_json() -> None:
     json.loads("{")
-
-
-def opens_a_file() -> None:
-    Path("/nowhere/at/all").read_text()
 
 
 def adds_shapes() -> None:
@@ -60,7 +51,7 @@ def says_nothing() -> None:
     raise NotImplementedError
 
 
-@pytest.mark.parametrize("function", [reads_json, opens_a_file, adds_shapes, calls_by_the_library, says_nothing])
+@pytest.mark.parametrize("function", [reads_json, adds_shapes, calls_by_the_library, says_nothing])
 def test_an_error_names_the_line_of_ones_own_code(function: Callable[[], Any]) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         function()

@@ -10,7 +10,6 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from shardwise.base import hub
-from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS
@@ -132,49 +131,7 @@ def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(weights: Path) -> No
     assert files == there
 
 
-# The split of cl100k, as OLMo 2 and 3 have it.
-SPLITTING = [
-    {
-        "type": "Split",
-        "pattern": {
-            "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-            r"\s*[\r\n]+|\s+(?!\S)|\s+"
-        },
-        "behavior": "Isolated",
-        "invert": False,
-    },
-    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-]
 MIXED = "It's 1234567 o'clock,  two  spaces\n\n\tand DON'T 99 über-naïve 修道士!!! "
-MODEL_TYPES = ["gpt2", "gpt_neox", "llama", "mistral", "qwen3", "smollm3", "gemma3_text", "olmo2", "olmo3"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["data", "weights"])
-@pytest.mark.parametrize("name", ["GPT2Tokenizer", "LlamaTokenizer", None])
-def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, split: Path, name: str | None, where: str) -> None:
-    """From the tokenizer of the data, and from that of loaded weights where the data are tokens."""
-    replace_fields(split / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": SPLITTING})
-    (split / "special_tokens_map.json").unlink()
-    settings = {"eos_token": "<|endoftext|>", **({} if name is None else {"tokenizer_class": name})}
-    (split / "tokenizer_config.json").write_text(json.dumps(settings))
-    expected = Tokenizer.load(split).encode(MIXED * 3).tolist()
-    model = load_config("llama2-tiny").model
-    if where == "weights":
-        files = model_files(model, torch.float32, None, find_checkpoint_companions(run_of(), Root.of(split), None))
-    else:
-        export_user_tokenizer(str(split), Tokenizer.load(split), tmp_path / "kept")
-        files = model_files(model, torch.float32, tmp_path / "kept")
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for file, content in files.items():
-        (folder / file).write_bytes(content)
-    for model_type in MODEL_TYPES:
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        theirs = AutoTokenizer.from_pretrained(folder)
-        assert theirs(MIXED * 3, add_special_tokens=False)["input_ids"] == expected, model_type
-        assert "token_type_ids" not in theirs("a"), "GPT-2 would add an embedding of them"
-        assert theirs.eos_token == "<|endoftext|>"
 
 
 QWEN2: dict[str, Any] = {
@@ -206,17 +163,6 @@ def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
     assert json.loads(model_files(own, torch.float32, None, ids)["config.json"]).keys() == {
         *own.model_dump(), "torch_dtype", "bos_token_id", "eos_token_id",
     }  # fmt: skip
-
-
-def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path, weights: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for place in ("gone", tmp_path / "empty"):
-        with pytest.raises(ConfigError, match=r"checkpoint\.companions \(.*\) must "):
-            find_checkpoint_companions(run_of(companions=place), None, None)
-    for text, problem in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
-        (weights / "generation_config.json").write_text(text)
-        with pytest.raises(ConfigError, match=rf"published/generation_config\.json {problem}"):
-            find_checkpoint_companions(run_of(), Root.of(weights), weights)
 
 
 def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights: Path) -> None:

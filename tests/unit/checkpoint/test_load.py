@@ -17,7 +17,6 @@ from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, UserModelConfig, checked_model_section, config_from_sections, load_config
 from shardwise.config.load import load_config_of_program
-from shardwise.data.tokens.tokenizer_files import differ_in_tokens
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.build import build_model
 from tests.hugging_face import CASES, described, export_hugging_face, save
@@ -110,13 +109,10 @@ def with_copy(name: str, source: str) -> Callable[[Weights], Weights]:
 
 FOUND: dict[str, tuple[str, Callable[[Weights], Weights]]] = {
     "OpenAI's GPT-2": ("gpt", openai_gpt2),
-    "GPT-2 without prefix but with its head": ("gpt-untied", renamed("transformer.", "")),
     "Google's BERT": ("bert", google_bert),
-    "BERT with the decoder's names alone": ("bert", renamed("cls.predictions.bias", "cls.predictions.decoder.bias")),
     "Pythia": ("neox", pythia),
     "NeoX as transformers 5 names it": ("neox", renamed("embed_out", "lm_head")),
     "NeoX with its tied head": ("neox-tied", with_copy("embed_out.weight", "gpt_neox.embed_in.weight")),
-    "Llama of 2023": ("llama", llama_of_2023(torch.float32)),
     "Llama with buffers of a format that no weight has": ("llama", llama_of_2023(torch.complex64)),
     "Llama without its head": ("llama-tied", renamed("model.", "")),
     "Llama with its tied head alone": ("llama-tied", renamed("model.embed_tokens.weight", "lm_head.weight")),
@@ -132,10 +128,9 @@ def test_spellings_of_the_hub(found: str, tmp_path: Path) -> None:
     assert_equal(load(tmp_path), weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_another_dtype_is_cast(tmp_path: Path) -> None:
     save("neox", tmp_path)
-    rewrite(tmp_path, lambda weights: {name: tensor.to(dtype) for name, tensor in weights.items()})
+    rewrite(tmp_path, lambda weights: {name: tensor.to(torch.float16) for name, tensor in weights.items()})
     weights = {name: tensor.float() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert_equal(load(tmp_path), weights)
 
@@ -147,16 +142,6 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     assert_equal(load(tmp_path / "many"), load(tmp_path / "one"))
     next((tmp_path / "many").glob("model-00002-*")).unlink()
     assert problems(tmp_path / "many")[0].startswith("FOLDER lacks model-00002-of-")
-
-
-def test_without_a_config_names_and_shapes_decide(tmp_path: Path) -> None:
-    save("bert", tmp_path)
-    config = described(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "config.json").unlink()
-    model, _, mesh = build(config)
-    load_hugging_face(model, config, mesh, tmp_path)
-    assert_equal(dict(canonical_tensors(model)), weights)
 
 
 def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Path) -> None:
@@ -228,9 +213,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 ROTATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "base": ("llama", {}, {"rope_theta": 5e6}),
     "scaled": ("qwen3", {}, {"rope_scaling": YARN}),
-    "scaled by the length": ("llama", {}, {"rope_scaling": DYNAMIC}),
     "scaled no more": ("llama", {"rope_scaling": YARN}, {"rope_scaling": None}),
-    "longest of scaled ones": ("llama", {"rope_scaling": DYNAMIC}, {"max_position_embeddings": 96}),
     "share of a head": ("neox", {}, {"rotary_pct": 0.5}),
     "blocks": ("smollm3", {}, {"no_rope_layers": (0, 1)}),
 }
@@ -287,38 +270,6 @@ def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: 
     assert change.startswith("model.rope_theta (30000.0) replaces that of ")
 
 
-@pytest.mark.parametrize(
-    ("case", "key", "value"),
-    [("llama", "rms_norm_eps", 1e-4), ("bert", "layer_norm_eps", 1e-4), ("neox", "hidden_act", "relu")],
-)
-def test_fault_07_a_key_without_weights_that_is_typed_may_change(
-    case: str, key: str, value: Any, tmp_path: Path
-) -> None:
-    """A recipe may well have another one that nobody meant."""
-    save(case, tmp_path)
-    (change,) = model_differences(of_file(tmp_path, f"model.{key}={value}"), Root.of(tmp_path)).changes
-    assert change.startswith(f"model.{key} (")
-    unsaid = config_from_sections(
-        load_config("llama2-tiny", [f"model.config={tmp_path}", f"model.{key}={value}"]).recorded()
-    )
-    (problem,) = model_differences(unsaid.model, Root.of(tmp_path)).problems
-    assert problem.startswith(f"model.{key} (")
-    beside = load_config_of_program("llama2-tiny", {"model.config": tmp_path, "model": {key: value}})
-    assert model_differences(beside.model, Root.of(tmp_path)).changes == (change,)
-
-
-def test_fault_07_yarn_beside_a_greater_length_scales_that_of_the_weights(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    keys = ["model.rope_scaling={rope_type: yarn, factor: 4.0}", "model.max_position_embeddings=96"]
-    assert of_file(tmp_path, *keys).rope_scaling == YARN
-    other = {**YARN, "original_max_position_embeddings": 12}
-    stated = ["model.rope_scaling={type: yarn, factor: 4.0, original_max_position_embeddings: 12}", keys[1]]
-    assert of_file(tmp_path, *stated).rope_scaling == other
-    rewrite_config(tmp_path, rope_parameters=None, rope_scaling=other)
-    assert of_file(tmp_path, *keys).rope_scaling == other
-    assert of_file(tmp_path, "model.rope_scaling.factor=16").rope_scaling == {**other, "factor": 16}
-
-
 def test_damaged_and_pickled_files_are_one_sentence(tmp_path: Path) -> None:
     model = save("gpt", tmp_path)
     path = tmp_path / "model.safetensors"
@@ -335,18 +286,6 @@ def test_damaged_and_pickled_files_are_one_sentence(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     (found,) = problems(tmp_path)
     assert "opening a pickle can run any code that its author put there" in found
-
-
-def test_tokenizers_are_compared_by_their_ids(tmp_path: Path) -> None:
-    def write(name: str, vocabulary: Any) -> Path:
-        (tmp_path / name).mkdir()
-        values = {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<s>", "id": 2}]}
-        (tmp_path / name / "tokenizer.json").write_text(json.dumps(values))
-        return tmp_path / name
-
-    plain = write("plain", {"a": 0, "b": 1})
-    assert differ_in_tokens(plain, write("other", {"a": 1, "b": 0}))
-    assert not differ_in_tokens(plain, write("pieces", [["a", 0.0], ["b", -1.0]]))
 
 
 @pytest.mark.parametrize("case", CASES)

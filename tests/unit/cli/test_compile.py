@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
-from shardwise.cli.compile import _threads
-from shardwise.config import Layout, load_config
-from shardwise.train.compile import ahead_of_time, worker
+from shardwise.config import load_config
+from shardwise.train.compile import worker
 from shardwise.train.compile.compiled_units import BLOCK
-from shardwise.train.compile.graph_cache import Facts, GraphCache
+from shardwise.train.compile.graph_cache import GraphCache
 from tests.command_line import CommandLine
 
 FACTS = {
@@ -33,13 +31,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "RECIPE must be given, or one of --list, --clean, --export and --import"),
         (["llama2-tiny", "--device", "abacus"], "--device abacus needs a torch that is built for it, and 2."),
         (
             ["llama2-tiny", "parallel.pipeline=2", "parallel.schedule=zbv"],
             "compile.enabled (true) must be false with parallel.schedule zbv, which cuts the backward pass",
         ),
-        (["llama2-tiny", "train.recompute=auto"], "train.recompute (auto) must be none, selective or full here"),
         (
             ["llama2-tiny", "compile.options={max_autotunee: true}"],
             "compile.options: inductor has no option max_autotunee; did you mean max_autotune?",
@@ -70,31 +66,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, cli: Command
         captured = cli("compile", *arguments, "--cache-dir", "file/below", code=2)
         assert "compile.cache_dir (file/below) cannot be written" in captured.err
         assert "compiled in" not in captured.out, "it is told after all the work"
-
-
-def test_graphs_of_a_device_that_is_not_here_are_captured(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    """With a torch that is built for it, as on the login node of a cluster."""
-
-    def fail(
-        graphs: Sequence[tuple[ahead_of_time.CompilationPlan, Facts]], *_: object
-    ) -> Iterator[ahead_of_time.GraphOutcome]:
-        assert all(plan.only_capture for plan, _ in graphs)
-        yield from (ahead_of_time.GraphOutcome(facts, 1.0, problem="it failed") for _, facts in graphs)
-
-    monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
-    monkeypatch.setattr(ahead_of_time, "compile_graphs", fail)
-    said = cli("compile", "llama2-tiny", "--device", "cuda", code=1).out.splitlines()
-    assert said[0] == "there is no cuda device here: graphs are captured, and not compiled; one device is enough"
-    assert "without a cuda device torch cannot capture each backward pass; one device is enough" in said
-
-
-def test_threads_are_those_that_train_would_give_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("shardwise.cli.compile.cpu_count", lambda: 16)
-    config = load_config("llama2-tiny")
-    assert [_threads(config, Layout(world, 2), "cpu") for world in (2, 8, 64)] == [8, 2, 1]
-    bitwise = load_config("llama2-tiny", ["train.bitwise=true", "train.threads=3"])
-    assert _threads(bitwise, Layout(2, 2), "cpu") == 3
 
 
 def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, cli: CommandLine) -> None:

@@ -26,11 +26,10 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize(("command", "code"), [(["--version"], 0), (["no-command"], 2)])
-@pytest.mark.parametrize(("torch", "last"), [("torch", []), ("none", ["taken apart"])])
-def test_threads_and_handlers_end_before_the_process(
-    command: list[str], code: int, torch: str, last: list[str]
-) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, torch, *command], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("command", "code", "torch", "last"), [("--version", 0, "torch", []), ("no-command", 2, "none", ["taken apart"])]
+)
+def test_threads_and_handlers_end_before_the_process(command: str, code: int, torch: str, last: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, torch, command], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout.splitlines()[-2 - len(last) :] == ["thread", "handler", *last]

@@ -1,7 +1,6 @@
 """The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,14 +53,6 @@ def test_a_mistake_is_told_once_and_exits_2(arguments: list[str], text: str, cli
     assert captured.out == ""
     assert captured.err.startswith("shardwise: ")
     assert captured.err.count(text) == 1
-
-
-def test_several_mistakes_are_counted(cli: CommandLine) -> None:
-    assert cli.refused("train", "quickstart", "train.steps=x", "optimizer.lr=y") == (
-        "shardwise: 2 errors\n"
-        "- train.steps ('x') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T\n"
-        "- optimizer.lr ('y') must be a number\n"
-    )
 
 
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
@@ -122,11 +113,3 @@ def test_fault_15_an_ascii_terminal_shows_replacements(
     code, said = on_ascii_terminal(arguments, monkeypatch)
     assert code == (2 if "×" in arguments else 0)
     assert text in said
-
-
-def test_fault_15_json_is_whole_on_an_ascii_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("à – 𝄞", encoding="utf-8")
-    code, said = on_ascii_terminal("data inspect a.txt --json", monkeypatch)
-    assert code == 0
-    assert json.loads(said)["samples"][0]["text"] == "à – 𝄞"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -16,7 +15,6 @@ from shardwise.cli import main
 from shardwise.cli.run_preparation import fetch_inputs
 from shardwise.config import Config, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.train.compile import ahead_of_time
 from shardwise.verify import verification
 from shardwise.verify.layouts import Cell
 from shardwise.verify.tolerance import LayoutDifferences
@@ -106,14 +104,6 @@ def test_what_was_written_is_told_as_json(at: Path, cli: CommandLine) -> None:
     assert (prepared["documents"], prepared["source_bytes"], prepared["token_dtype"]) == (1, len(TEXT), "uint16")
 
 
-def test_a_file_of_llama_cpp(at: Path, shown: Log, cli: CommandLine) -> None:
-    pytest.importorskip("gguf")
-    save("llama", Path("bare"))  # without a tokenizer
-    cli("checkpoint", "import", "bare", "steps")
-    cli("checkpoint", "export", "steps/step-00000000", "out.gguf", "--gguf")
-    assert re.fullmatch(r"writing out\.gguf: ([\d.]+ KiB) of \1, 100%", lines(shown)[-1])
-
-
 def test_preparations(at: Path, shown: Log, cli: CommandLine) -> None:
     """Within `train`, with a tokenizer that it trains, and by `data prepare`."""
     told: list[str] = []
@@ -134,47 +124,19 @@ def test_preparations(at: Path, shown: Log, cli: CommandLine) -> None:
     assert shown.text() == before
 
 
-def test_conversations(at: Path, shown: Log) -> None:
-    chat = {"messages": [{"role": "user", "content": TEXT[:620]}, {"role": "assistant", "content": TEXT[:620]}]}
-    Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
-    keys = ["data.path=chats.jsonl", "data.format=chat", "data.split=9,1"]
-    config = load_config("llama2-tiny", [*keys, "model.vocab_size=270", "train.sequence_length=2048"])
-    fetch_inputs(config, None, lambda _: None)
-    size = 40 * 1240
-    require(
-        shown,
-        f"reading: {units.size(size)}",
-        "waiting for another process",
-        "training a tokenizer",
-        f"tokenizing: {all_of(size)}",
-    )
-
-
-def test_an_evaluation(at: Path, shown: Log, cli: CommandLine) -> None:
+def test_an_evaluation(at: Path, screen: Screen, cli: CommandLine) -> None:
     number = cli.facts("evaluate", at / "steps", "data.path=text.txt")["sequences"]
-    assert lines(shown)[-1] == f"evaluating: {number:,} of {number:,} sequences, 100%"
+    assert lines(screen)[-1] == f"evaluating: {number:,} of {number:,} sequences, 100%"
 
 
-def test_a_download(at: Path, shown: Log, cli: CommandLine) -> None:
+def test_a_download(at: Path, screen: Screen, cli: CommandLine) -> None:
     content = bytes(3 << 20)
     with serve(content) as server:
         cli("data", "fetch", server.url, "here")
-    require(shown, f"fetching: {all_of(len(content))}")
+    require(screen, f"fetching: {all_of(len(content))}")
 
 
-def test_a_compilation(at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    def capture(graphs: Sequence[tuple[Any, Any]], *_: object) -> Iterator[ahead_of_time.GraphOutcome]:
-        yield from (ahead_of_time.GraphOutcome(facts, 1.0) for _, facts in graphs)
-
-    monkeypatch.setattr("shardwise.cli.compile.accelerators", lambda: ("cpu", 0))
-    monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
-    monkeypatch.setattr(ahead_of_time, "compile_graphs", capture)
-    number = len(re.findall("captured in", cli("compile", "llama2-tiny", "--device", "cuda").out))
-    assert number > 1
-    require(shown, f"compiling: {number} of {number} graphs, 100%")
-
-
-def test_a_verification(at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+def test_a_verification(at: Path, screen: Screen, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """The command counts the layouts, which are trained by other processes, by the folders that these make."""
 
     def verify(_: Config, cells: Sequence[Cell], folder: Path) -> verification.Verification:
@@ -187,5 +149,5 @@ def test_a_verification(at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(verification, "verify", verify)
     captured = cli("verify", "llama2-tiny", "--nproc", "2", "--devices", "cpu", "--json")
     number = len(json.loads(captured.out)["layouts"])
-    (line,) = re.findall("verifying: [0-9 a-z,]+%", shown.text())[:1]
+    (line,) = re.findall("verifying: [0-9 a-z,]+%", screen.text())[:1]
     assert line == f"verifying: 3 of {number} layouts, {3 / number:.0%}"

@@ -8,8 +8,6 @@ import pytest
 from tests.command_line import CommandLine
 
 RECORD = Path(__file__).parent / "other_flags.txt"
-TYPED = Path(__file__).parents[4] / "shared" / "data" / "flags.txt"
-"""The flags as they were collected, where they are."""
 ROWS = [
     tuple(cell.strip() for cell in line.split("|"))
     for line in RECORD.read_text(encoding="utf-8").splitlines()
@@ -37,11 +35,3 @@ def test_each_flag_is_answered_rightly(program: str, cli: CommandLine) -> None:
 def test_the_record_has_every_program() -> None:
     assert len(ROWS) == 202
     assert len({program for program, _, _ in ROWS}) == 11
-
-
-@pytest.mark.skipif(not TYPED.is_file(), reason="the collected flags are not here")
-def test_every_collected_flag_is_answered(cli: CommandLine) -> None:
-    lines = TYPED.read_text(encoding="utf-8").splitlines()
-    assert [f"{program} {flag}" for program, flag, _ in ROWS] == lines
-    unanswered = [line for line in lines if "lists the options" in said_to(line.partition(" ")[2], cli)[0]]
-    assert unanswered == []

@@ -23,18 +23,3 @@ def test_a_recipe_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     Path("mine.yaml").write_text("edited")
     assert "exists already" in cli.refused("recipes", "--write", "mine.yaml", "quickstart")
     assert Path("mine.yaml").read_text() == "edited"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["quikstart"], "did you mean quickstart?"),
-        (["--schema", "quickstart"], "--schema stands alone: it prints one schema for all recipes"),
-    ],
-)
-def test_mistakes(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert text in cli.refused("recipes", *arguments)
-    assert not list(tmp_path.iterdir())

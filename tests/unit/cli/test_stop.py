@@ -31,7 +31,7 @@ CHECKPOINT = {"event": "checkpoint", "step": 1200}
 STOP = {"event": "stop", "step": 1234, "reason": "stopped by `shardwise stop`"}
 
 
-@pytest.mark.parametrize("arguments", [[], ["runs/one"], ["runs/latest/"]], ids=["latest", "named", "link"])
+@pytest.mark.parametrize("arguments", [[], ["runs/latest/"]], ids=["latest", "link"])
 def test_a_run_under_way_is_asked(arguments: list[str], cli: CommandLine) -> None:
     run = RunDirectory("runs/one").create()
     run.mark_latest()
@@ -71,14 +71,6 @@ def test_a_run_on_another_host_is_asked_though_its_lock_is_not_seen(
     said = cli("stop", "run", "--wait", code=2 if host == "here" else 0).out
     assert (run / stop_requests.STOP_FILE).exists() == (host == "elsewhere")
     assert (f"is unknown: the run belongs to {THIS_HOST}; check there\n" in said) == (host == "elsewhere")
-
-
-def test_a_run_whose_folder_takes_no_request_is_told(cli: CommandLine) -> None:
-    run = RunDirectory("run").create()
-    (run.path / stop_requests.STOP_FILE).mkdir()
-    with RunLock(run.path):
-        said = cli.refused("stop", "run")
-    assert said == "shardwise: the path run/stop.json cannot be used: Is a directory\n"
 
 
 @pytest.mark.parametrize("name", ["nothing", "file"])

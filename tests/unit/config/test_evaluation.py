@@ -29,10 +29,7 @@ def test_a_set_is_a_path_or_keys_of_data() -> None:
     ("overrides", "told"),
     [
         (["evaluation.sets.a.pth=x"], "evaluation.sets.a.pth: unknown key; did you mean evaluation.sets.a.path?"),
-        (["evaluation.sets.a=3"], "evaluation.sets.a (3) must be a mapping of keys"),
-        (["evaluation.sets.a.path=data.path", "evaluation.sets.a.text_key=3"], "evaluation.sets.a.text_key (3) must"),
         (["evaluation.sets={1a: x}"], "the name of evaluation.sets.1a must be made of letters"),
-        (["evaluation.sets.a.text_key=x"], "evaluation.sets.a must name its data by path, blend or dataset"),
         (
             ["evaluation.sets.a={path: data.path, tokenizer: x}"],
             "evaluation.sets.a.tokenizer (x) must be left out: data.tokenizer reads every set",

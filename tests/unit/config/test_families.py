@@ -16,8 +16,6 @@ SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")
-FAMILIES = (*LLAMAS, "gpt", "gpt_neox", "bert")
 OWN = {"family": "my.package:Model", "vocab_size": 512}
 
 
@@ -40,45 +38,6 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
     with pytest.raises(ConfigError) as caught:
         check_layout(config_of(model, **sections), world)
     return caught.value.problems
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_families_answer_the_same_questions(family: str) -> None:
-    model = model_of(family)
-    head_dim = {"qwen3": 128, "gemma3": 256}.get(family, 16)
-    assert (model.num_key_value_heads, model.head_dim) == (4, head_dim)
-    assert model.rotary_dim == (head_dim if family in LLAMAS else 4 if family == "gpt_neox" else 0)
-    activation = "silu" if family in LLAMAS else "gelu"
-    assert model.activation == ("gelu_tanh" if family in ("gpt", "gemma3") else activation)
-    eps = {"bert": 1e-12, "gemma3": 1e-6, "mistral": 1e-6, "qwen2": 1e-6, "qwen3": 1e-6, "smollm3": 1e-6}
-    assert model.norm_eps == eps.get(family, 1e-5)
-    dropped = 0.1 if family in ("gpt", "bert") else 0.0
-    assert (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p) == (dropped,) * 3
-    assert model.has_dropout == (dropped > 0)
-    assert model.causal == (family != "bert")
-    assert model.objectives == (("mlm", "nsp") if family == "bert" else ("lm",))
-    assert model.tie_word_embeddings == (family in ("gpt", "bert", "smollm3", "gemma3"))
-    assert [model.rotates(layer) for layer in range(2)] == [model.rotary_dim > 0] * 2
-    assert not model.extends_positions
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "dropout"),
-    [
-        ("llama", {"attention_dropout": 0.3}, (0.0, 0.0, 0.3, 0.0)),
-        ("gpt", {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}, (0.1, 0.2, 0.3, 0.0)),
-        ("gpt", {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "ffn_dropout": 0.4}, (0.0, 0.0, 0.0, 0.4)),
-        ("gpt_neox", {"hidden_dropout": 0.2, "attention_dropout": 0.3}, (0.2, 0.2, 0.3, 0.0)),
-        ("gpt_neox", {"ffn_dropout": 0.4}, (0.0, 0.0, 0.0, 0.4)),
-        ("bert", {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}, (0.2, 0.2, 0.3, 0.0)),
-    ],
-)
-def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: tuple[float, ...]) -> None:
-    model = model_of(family, **changes)
-    sites = (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p, model.ffn_dropout_p)
-    assert sites == dropout
-    assert model.has_dropout
-    assert not model_of(family, **dict.fromkeys(changes, 0)).has_dropout
 
 
 def test_every_nth_block_without_rotary_positions_or_a_window() -> None:
@@ -113,24 +72,15 @@ def test_other_names_of_keys_and_what_is_derived() -> None:
     [
         ("gpt", {"hidden_size": 66}, "model.hidden_size (66) must be a multiple of model.num_attention_heads (4):"),
         ("gpt_neox", {"rotary_pct": 0.2}, "model.rotary_pct (0.2) × head width (16) = 3 must be even and at least 2"),
-        ("gpt_neox", {"rotary_pct": 1.5}, "model.rotary_pct (1.5) must be at most 1"),
-        ("gpt_neox", {"rope_scaling": {"rope_type": "x"}}, "model.rope_scaling.rope_type ('x') must be one of"),
         ("gpt_neox", {"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "model.rope_scaling.factor"),
         ("gpt", {"activation_function": "silu"}, "model.activation_function ('silu') must be gelu, gelu_new,"),
-        ("gpt", {"resid_pdrop": 1.0}, "model.resid_pdrop (1.0) must be less than 1"),
         ("llama", {"attention_dropout": -0.1}, "model.attention_dropout (-0.1) must be at least 0"),
         ("mistral", {"attention_bias": True}, "model.attention_bias: unknown key; "),
-        ("qwen2", {"hidden_size": 66}, "model.hidden_size (66) must be a multiple of model.num_attention_heads (4),"),
         ("qwen3", {"head_dim": 15}, "model.head_dim (15) must be even: rotary embeddings turn pairs"),
-        ("olmo2", {"mlp_bias": True}, "model.mlp_bias: unknown key; "),
         ("smollm3", {"no_rope_layers": [1]}, "model.no_rope_layers ([1]) must have 0 or 1 for each of the 2 blocks"),
         ("qwen3", {"sliding_window": 3, "layer_types": ["full_attention"]}, "model.layer_types (1 entries) must"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "model.sliding_window (null) must be a"),
-        ("mistral", {"sliding_window": 0}, "model.sliding_window (0) must be"),
         ("bert", {"tie_word_embeddings": False}, "model.tie_word_embeddings (False) must be true"),
         ("bert", {"type_vocab_size": 1}, "model.type_vocab_size (1) must be at least 2"),
-        ("bert", {"pad_token_id": 512}, "model.pad_token_id (512) must be less than model.vocab_size (512)"),
-        ("bert", {"rms_norm_eps": 1e-5}, "model.rms_norm_eps: unknown key; did you mean model.layer_norm_eps?"),
     ],
 )
 def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: str) -> None:
@@ -152,8 +102,6 @@ def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
     ("changes", "problem"),
     [
         ({"family": "my-package:Model"}, "model.family ('my-package:Model') must read package.module:Class"),
-        ({"family": "my.package:"}, "model.family ('my.package:') must read package.module:Class"),
-        ({"vocab_size": 0}, "model.vocab_size (0) must be greater than 0"),
         (
             {"max_position_embeddings": 32},
             "train.sequence_length (64) must be at most model.max_position_embeddings (32)",
@@ -168,19 +116,6 @@ def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: 
     found = problems({**OWN, **changes}, world=2, parallel={"tensor": 2})
     assert len(found) == 1, found
     assert found[0].startswith(problem)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_that_do_not_fit_are_told_alike(family: str) -> None:
-    model = {"family": family, **SIZES}
-    odd = {"hidden_size": 1600, "num_attention_heads": 25, "intermediate_size": 6400}
-    assert problems({**model, **odd}, world=2, parallel={"tensor": 2}) == [
-        "parallel.tensor (2) must divide model.num_attention_heads (25): valid degrees are 1, 5 and 25"
-    ]
-    unless = " without model.rope_scaling" if family in (*LLAMAS, "gpt_neox") else ""
-    assert problems(model, train={"sequence_length": 65}) == [
-        f"train.sequence_length (65) must be at most model.max_position_embeddings (64){unless}"
-    ]
 
 
 def test_masking_belongs_to_bert() -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import types
-from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
@@ -149,27 +148,13 @@ def sweep(number: int, *, derandomize: bool) -> None:
 
 
 def test_some_configurations_plan_or_get_one_clear_error() -> None:
-    sweep(100, derandomize=True)
+    sweep(40, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_thousand_configurations_plan_or_get_one_clear_error() -> None:
     sweep(10_000, derandomize=False)
-
-
-NAMES = st.sampled_from([key.partition(".")[2] for key in KEYS])
-SECTIONS = JUNK | st.dictionaries(NAMES, JUNK, max_size=3)
-
-
-@examples(150)
-@given(JUNK | st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), SECTIONS, max_size=4))
-def test_any_mapping_is_refused_with_one_clear_error(values: Any) -> None:
-    """A file's values, before overrides: none of these is a whole recipe."""
-    if isinstance(values, Mapping):
-        with pytest.raises(ConfigError) as caught:
-            config_from_sections(values)
-        expect_clear(caught.value)
 
 
 def expect_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +170,7 @@ def expect_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert (code == 2) == err.startswith("shardwise: "), err
 
 
-@examples(60)
+@examples(25)
 @given(st.sampled_from(["llama2-tiny", "gpt3-tiny", "bert-tiny", "gpt3-175b"]), OVERRIDES, WORLD)
 def test_a_dry_run_tells_or_refuses(
     capsys: pytest.CaptureFixture[str], recipe: str, overrides: list[str], world: int
@@ -193,7 +178,7 @@ def test_a_dry_run_tells_or_refuses(
     expect_command(["train", recipe, "--dry-run", "--nproc", str(world), "--", *overrides], capsys)
 
 
-@examples(10)
+@examples(4)
 @given(st.sampled_from(["llama2-tiny", "gpt3-tiny", "bert-tiny"]), OVERRIDES)
 def test_a_plan_ranks_or_refuses(capsys: pytest.CaptureFixture[str], recipe: str, overrides: list[str]) -> None:
     expect_command(["plan", recipe, "--device", "h100:8", "--", *overrides], capsys)

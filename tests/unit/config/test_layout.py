@@ -11,7 +11,6 @@ from tests.unit.config.refusals import layout_of, problem, problems
     ("world", "overrides", "data", "accumulation"),
     [
         (1, [], 1, 4),
-        (2, [], 2, 2),
         (4, ["parallel.tensor=2", "parallel.sequence=true"], 2, 2),
         (8, ["parallel.tensor=4", "train.micro_batch=1"], 2, 4),
     ],
@@ -34,14 +33,10 @@ def test_what_an_absent_axis_does_not_check() -> None:
     ("world", "overrides", "told"),
     [
         (3, ["parallel.tensor=2"], "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"),
-        (0, [], "the number of ranks (0) must be at least 1"),
-        (1, ["train.global_batch=9"], "train.global_batch (9) must be a multiple of train.micro_batch ×"),
         (8, [], "train.global_batch (8) must be a multiple of train.micro_batch × data-parallel degree (2 × 8 = 16)"),
         (2, ["parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=63"], "parallel.tensor (2) must"),
-        (2, ["parallel.tensor=2", "model.intermediate_size=175"], "parallel.tensor (2) must divide model.intermediate"),
         (1, ["train.sequence_length=65"], "train.sequence_length (65) must be at most model.max_position_embeddings"),
         (1, ["train.skip_batches=3"], "train.skip_batches (3) must be 0 with checkpoint.resume (auto): it would"),
-        (2, ["parallel.context=2", "train.sequence_length=62"], "train.sequence_length (62) must be a multiple of 2"),
         (
             4,
             ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=60"],
@@ -50,20 +45,11 @@ def test_what_an_absent_axis_does_not_check() -> None:
         (4, ["parallel.context=2", "parallel.replicate=3"], "parallel.replicate (3) must divide the data-parallel"),
         (1, ["checkpoint.resume=20"], "checkpoint.resume (20) must be less than train.steps (20): name an earlier"),
         (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most 20, as train.steps is 20"),
-        (1, ["optimizer.warmup_steps=0", "optimizer.constant_steps=20"], "optimizer.constant_steps (20) must be at"),
-        (1, ["log.project=a/b"], "log.project ('a/b') must have 1 to 128 characters, and none of / \\ # ? % :"),
         (1, ["log.tags=[a, team/b=c/d, b/]"], "log.tags ('b/') must have 1 to 64 characters: letters, digits, and _"),
-        (1, ['log.run_name=""'], "log.run_name ('') must have 1 to 128 characters"),
         (2, ["log.profile=1:2", "log.profile_ranks=[0, 2, 5]"], "log.profile_ranks (2 and 5) must be below the"),
         (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
         (2, ["precision.matmul=fp8", "parallel.tensor=2"], "the part of model.intermediate_size that each of 2"),
-        (1, ["precision.matmul=fp8", "train.sequence_length=63", "train.micro_batch=1"], "train.sequence_length ×"),
         (2, ["parallel.context=2", "parallel.context_keys=ring", "compile.enabled=true"], "parallel.context_keys"),
-        (
-            2,
-            ["precision.matmul=fp8", "parallel.context=2", "train.sequence_length=48", "train.micro_batch=1"],
-            "train.sequence_length",
-        ),
     ],
 )
 def test_what_does_not_fit(world: int, overrides: list[str], told: str) -> None:
@@ -84,7 +70,7 @@ def test_what_no_trained_tokenizer_can_do_needs_one_or_weights(keys: list[str]) 
         assert layout_of([*keys, given], world=1)
 
 
-@pytest.mark.parametrize(("kv_heads", "tensor", "fits"), [(2, 4, True), (4, 2, True), (6, 4, False), (1, 4, True)])
+@pytest.mark.parametrize(("kv_heads", "tensor", "fits"), [(2, 4, True), (4, 2, True), (6, 4, False)])
 def test_key_value_heads_are_cut_or_replicated(kv_heads: int, tensor: int, fits: bool) -> None:
     sizes = ["num_attention_heads=12", "head_dim=8", "intermediate_size=192", "hidden_size=96"]
     overrides = [f"model.{size}" for size in (*sizes, f"num_key_value_heads={kv_heads}")]

@@ -20,13 +20,6 @@ def test_overrides_replace_keys_and_open_sections() -> None:
     assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
 
 
-def test_no_name_of_another_library_is_advice_for_an_own_model() -> None:
-    assert problems("model.family=package:Net", "n_heads=8", "tensr=2") == [
-        "n_heads: unknown key; did you mean model.n_heads, an argument of your model's class?",
-        "tensr: unknown key; did you mean parallel.tensor?",
-    ]
-
-
 def test_a_choice_may_have_any_case() -> None:
     overrides = ["optimizer.name=AdamW", "parallel.schedule=1F1B", "precision.mode=BFloat16", "checkpoint.resume=Auto"]
     config = load_config("llama2-tiny", [*overrides, "log.trackers=[WandB, MLflow]"])
@@ -40,31 +33,21 @@ def test_a_choice_may_have_any_case() -> None:
     [
         ("parallel.tensr=2", "parallel.tensr: unknown key; did you mean parallel.tensor?"),
         ("paralel.tensor=2", "paralel: unknown key; did you mean parallel?"),
-        ("log.zzz=1", "log.zzz: unknown key; log has"),
         ('parallel.sequence="False"', "parallel.sequence ('False') must be true or false; write false without quotes"),
-        ("parallel.sequence=1", "parallel.sequence (1) must be true or false"),
-        ('train.steps="20"', "train.steps ('20') must be a whole number"),
         ("train.steps=1e3", "train.steps (1000.0) must be a whole number; write 1000"),
         ("model.vocab_size=9223372036854775807", "model.vocab_size (9223372036854775807) must be at most 2147483647"),
-        ("model.num_hidden_layers=65537", "model.num_hidden_layers (65537) must be at most 65536"),
         ("train.seed=9223372036854775808", "train.seed (9223372036854775808) must be at most 9223372036854775807"),
-        ("model.num_key_value_heads=2147483647", "model.num_key_value_heads (2147483647) must divide"),
         ("train.steps=0", "train.steps (0) must be greater than 0"),
-        ("optimizer.lr=fast", "optimizer.lr ('fast') must be a number"),
         (
             "optimizer.name=adam",
             "optimizer.name ('adam') must be adamw, lamb or muon, or name a class by hooks.optimizer",
         ),
-        ("optimizer.schedule=step", "optimizer.schedule ('step') must be linear, cosine, constant, wsd or points"),
         ("optimizer.zero=4", "optimizer.zero (4) must be 0, 1, 2 or 3"),
-        ("optimizer.zero=true", "optimizer.zero (true) must be 0, 1, 2 or 3"),
-        ("optimizer.betas=[0.9]", "optimizer.betas must be a list, such as [0.9, 0.999]"),
         ("optimizer.betas=0.9", "optimizer.betas (0.9) must be a list, such as [0.9"),
         ("parallel.stages=6,7,8,7", "parallel.stages ('6,7,8,7') must be a list, such as [7, 7, 7,"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas ([0.9, 1.0]) must lie in [0, 1)"),
         ("optimizer.min_lr=1", "optimizer.min_lr (1.0) must be at most optimizer.lr (0.001)"),
         ("data.split=95", "data.split (95) must be text; put it in quotes"),
-        ("data.split=0,5", "data.split ('0,5') must be two weights, training (above 0) and evaluation, such as 95,5"),
         ("data.split=a,b", "data.split ('a,b') must be weights such as 95,5 with data.dataset (tiny): only a data"),
         ("data.shuffle_buffer=5", "data.shuffle_buffer (5) must be left out without data.streaming=true"),
         (
@@ -72,36 +55,19 @@ def test_a_choice_may_have_any_case() -> None:
             "data.config (en) must be left out with data.dataset (tiny): only a data set of the hub has "
             "configurations; set data.config=null",
         ),
-        ("data.format=datasets", "data.format (datasets) needs data.path, a folder that save_to_disk wrote"),
-        (
-            "data.format=csv",
-            "data.format ('csv') must be auto, text, jsonl, parquet, megatron, hdf5, datasets, chat or tokens",
-        ),
-        ("data.format=megatron", "data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]"),
         ("data.blend=[0.7,a,0.3]", "data.blend ([0.7, 'a', 0.3]) must hold weights and prefixes in turn: [0.7, PREFI"),
-        ("data.blend=[1,a,true,b]", "data.blend.2 (True) must be a weight, a number above 0"),
-        ("data.blend=[1,a,2,3]", "data.blend.3 (3) must be the prefix of a .bin and a .idx"),
         ("launch.time=soon", "launch.time ('soon') must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00"),
         ("launch.sbatch=qos", "launch.sbatch ('qos') must be a list of options of sbatch in full, such as"),
-        ("launch.environment={A: [b]}", "launch.environment.A must be a variable's name with a text or a number"),
         ("precision.rounding=stochastic", "precision.rounding (stochastic) rounds to bfloat16, and masters and mom"),
-        ('data.path=""', "data.path ('') must not be empty; null leaves it unset"),
         ("model.family=mamba", "model.family ('mamba') must be llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3,"),
-        ("train=5", "train (5) must be a mapping of keys"),
         ("train.steps.x=5", "train.steps.x: unknown key; steps is one value and has no keys of its own"),
         ("steps", "the override 'steps' must read key=value, such as train.steps=100"),
-        ("=5", "the override '=5' must read key=value"),
         ("data.path=caf\udce9", "the override 'data.path=caf\\udce9' must be UTF-8: rename what it names"),
-        ("train.steps=1_", "train.steps ('1_') must be a whole number"),
         ("train.global_batch=" + 5000 * "9" + " per 2 ranks", "train.global_batch ('99"),
-        ("log.profile=1:" + 5000 * "9", "log.profile ('1:99"),
-        ("log.price=2.5", "log.price (2.5) must name its currency, as in '2.5 USD'"),
         ("log.price=2 USD/rack", "log.price (2 USD/rack) must be a price of a device, a chip or a node for an hour"),
         ('model.config="a\\0b"', "model.config: the path a\\x00b must have no zero character"),
         ("optimizer.betas=[1", "the override 'optimizer.betas=[1' is not valid YAML"),
-        ("model.num_key_value_heads=3", "model.num_key_value_heads (3) must divide model.num_attention_heads (4)"),
         ("model.hidden_size=66", "model.hidden_size (66) must be a multiple of model.num_attention_heads (4)"),
-        ("model.head_dim=15", "model.head_dim (15) must be even: rotary embeddings turn pairs"),
     ],
 )
 def test_one_mistake_is_one_sentence(override: str, told: str) -> None:
@@ -121,10 +87,8 @@ def test_fault_20_variables_that_bash_does_not_take_or_sets_are_refused() -> Non
     ("option", "told"),
     [
         ("--array=0-3", "must be without --array: a job is one training: submit each by itself"),
-        ("--nodes=3", "must be without --nodes: launch.nodes sets it"),
         ("--job-name=a", "must be without --job-name: --run-dir sets it"),
         ("--qos high", "must be a list of options of sbatch in full, such as [--qos=high]"),
-        ("--hold --array=0-3", "must be a list of options of sbatch in full"),
     ],
 )
 def test_fault_20_options_that_make_another_job_are_refused(option: str, told: str) -> None:
@@ -193,15 +157,6 @@ def gpt2_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_is_read_from_a_hugging_face_file(gpt2_folder: Path) -> None:
-    """Given on the command line, it takes the place of the recipe's whole model."""
-    for path in (gpt2_folder, gpt2_folder / "config.json"):
-        config = load_config("llama2-tiny", [f"model.config={path}"])
-        assert config.model.family == "gpt"
-        assert (config.model.vocab_size, config.model.max_position_embeddings) == (50257, 1024)
-        assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
-
-
 def test_keys_beside_a_hugging_face_file_change_it(gpt2_folder: Path, tmp_path: Path) -> None:
     overrides = ["model.n_embd=480", "model.resid_pdrop=0", f"model.config={gpt2_folder}"]
     model = load_config("llama2-tiny", overrides).model
@@ -218,39 +173,17 @@ def test_keys_beside_a_hugging_face_file_change_it(gpt2_folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["model.config=none/here"], "model.config: there is no file or folder none/here"),
-        (["model.config=3"], "model.config (3) must be the path of a Hugging Face config.json or of its folder"),
         (["model.config="], "model.config (None) must be the path of a Hugging Face config.json or of its folder"),
-        (["model.config=FOLDER/empty"], "model.config: the folder FOLDER/empty holds no config.json"),
         (["model.config=FOLDER", "model.family=llama"], "model.family ('llama') must be left out or gpt, as model"),
         (["model.config=FOLDER", "model.hiden_size=3"], "model.hiden_size: unknown key; did you mean model.hidden"),
         (["model.config=FOLDER", "model.n_head=7"], "model.hidden_size (768) must be a multiple of"),
         (["model.config=FOLDER/alibi.json"], "model.config: FOLDER/alibi.json: alibi (true) is not supported"),
-        (["model.config=FOLDER/text.json"], "model.config: FOLDER/text.json is not JSON: Expecting value (line 1,"),
     ],
 )
 def test_what_is_wrong_with_a_hugging_face_file(gpt2_folder: Path, overrides: list[str], told: str) -> None:
-    (gpt2_folder / "empty").mkdir()
     (gpt2_folder / "alibi.json").write_text(json.dumps({**GPT2, "alibi": True}))
-    (gpt2_folder / "text.json").write_text("model_type: gpt2")
     found = problem(*(text.replace("FOLDER", str(gpt2_folder)) for text in overrides))
     assert found.startswith(told.replace("FOLDER", str(gpt2_folder)))
-
-
-def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
-    """What no family has, what has another type, and a value of the command line that stands for one of the file."""
-    wrong = {"alibi": True, "activation_function": "quick_gelu", "n_embd": "768", "n_layer": 2.5, "resid_pdrop": 2}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**GPT2, **wrong}))
-    assert problems(f"model.config={path}", "model.resid_pdrop=0.1", "model.n_head=x", "train.steps=0") == [
-        f'model.config: {path}: activation_function ("quick_gelu") is not supported: only "gelu", "gelu_new", '
-        '"gelu_fast", "gelu_pytorch_tanh" or "relu"',
-        f"model.config: {path}: alibi (true) is not supported: only false",
-        "model.hidden_size ('768') must be a whole number",
-        "model.num_hidden_layers (2.5) must be a whole number",
-        "model.num_attention_heads ('x') must be a whole number",
-        "train.steps (0) must be greater than 0",
-    ]
 
 
 def test_a_resolved_configuration_is_frozen_and_reads_back_as_itself() -> None:
@@ -270,8 +203,9 @@ def test_every_key_describes_itself() -> None:
     assert {recipe: recipe_name(recipe) for recipe in recipes} == recipes
 
 
-@pytest.mark.parametrize("override", ["model.n_layer=4", "model.num_hidden_layers=4"])
-@pytest.mark.parametrize("spelling", ["n_layer", "num_hidden_layers"])
+@pytest.mark.parametrize(
+    ("spelling", "override"), [("n_layer", "model.num_hidden_layers=4"), ("num_hidden_layers", "model.n_layer=4")]
+)
 def test_an_override_wins_in_whichever_spelling(spelling: str, override: str, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(recipe_text("gpt-tiny").replace("num_hidden_layers", spelling))

@@ -31,16 +31,11 @@ def resolved(*overrides: str) -> dict[str, Any]:
     [
         (["data.stages=[{at: 4, weights: {web: 1}}]"], "data.stages.0.weights must be left out without data.mixture"),
         ([WEB, "data.dataset=tiny"], "data.dataset (tiny) must be left out with data.mixture"),
-        ([WEB, "data.split=9,1"], "data.split (9,1) must be left out with data.mixture: it is a key of each source,"),
         (["data.mixture.web.path=web"], "data.mixture must have a source with a weight, which is read from the first"),
-        (["data.mixture.web={weight: 1}"], "data.mixture.web: it must name its data by one of dataset, path, blend"),
-        (["data.mixture.web={path: a, hook: 'a:B', weight: 1}"], "blend and hook, and it has path and hook"),
         (["data.mixture.web={hook: abc, weight: 1}"], "its hook ('abc') must read package.module:Name"),
         (["data.mixture={'a b': {path: a, weight: 1}}"], "data.mixture.a b: its name must have letters, digits"),
         ([WEB, "data.stages=[{at: 0, weights: {web: 1}}]"], "data.stages.0.at (0) must be greater than 0"),
         ([WEB, "data.stages=[{at: 5, weights: {web: 1}}, {at: 5, weights: {web: 2}}]"], "data.stages.1.at (5) must"),
-        ([WEB, "data.stages=[{at: 5x, weights: {web: 1}}]"], "data.stages.0.at ('5x') must be a whole number of"),
-        ([WEB, "data.stages=[{at: 5, weights: {}}]"], "data.stages.0.weights must name the sources"),
         ([WEB, "data.stages=[{at: 5, weights: {wed: 1}}]"], "data.stages.0.weights.wed must be a source"),
         ([WEB, "data.stages=[{at: 5, weights: {web: 0}}]"], "data.stages.0.weights.web (0) must be above 0"),
     ],
@@ -73,11 +68,6 @@ def test_the_mixture_of_the_page_is_read() -> None:
     assert data.stages[1].at > data.stages[0].at
 
 
-def test_stages_may_begin_after_tokens() -> None:
-    config = load_config("llama2-tiny", ["data.dataset=null", WEB, "data.stages=[{at: 10k, weights: {web: 1}}]"])
-    assert config.data.stages[0].at == round(10_000 / (config.train.global_batch * config.train.sequence_length))
-
-
 def test_a_run_goes_on_with_another_mixture_only_where_it_is_named() -> None:
     new = resolved("data.mixture.code.weight=0.4", "data.stages=[{at: 4, weights: {web: 1}}]")
     (sentence,) = resume_problems(resolved(), new)
@@ -95,9 +85,7 @@ def test_a_run_goes_on_with_another_mixture_only_where_it_is_named() -> None:
     [
         ("train.steps", "--change train.steps must be left out: this key may change in any run"),
         ("model.hidden_size", "fits no other model.hidden_size"),
-        ("optimizer.name", "fits no other optimizer.name"),
         ("data.stage", "--change data.stage: there is no such key"),
-        ("seed", "--change seed: there is no such key"),
     ],
 )
 def test_changes_that_need_no_flag_or_have_none_are_refused(key: str, expected: str) -> None:

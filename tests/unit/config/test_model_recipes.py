@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import HubFiles
-from shardwise.config import load_config, load_config_of_program, recipe_name, recipe_names, require_data
-from shardwise.config.model_recipes import _place_of_model, model_recipe_remark
+from shardwise.config import load_config, load_config_of_program, recipe_name, require_data
+from shardwise.config.model_recipes import model_recipe_remark
 from shardwise.config.recipe_files import is_model_recipe, own_data, recipe_text
 from tests.e2e.command import within
 from tests.unit.config.hub import FILES, QWEN3_8B
@@ -105,45 +104,6 @@ def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         recipe_text(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"model_type": "gemma2"}, r'model_type \("gemma2"\) is not supported: shardwise lacks its soft caps'),
-        ({**QWEN3_8B, "alibi": True}, "model.config: .*alibi .true. is not supported"),
-        ({**QWEN3_8B, "frobs": 1}, r"set model.ignore=\[frobs\]"),
-        ({"family": "mine:Model", "vocab_size": 7}, "a class of its own, mine:Model, whose code would run"),
-    ],
-)
-def test_a_model_that_is_not_read_is_told(folder: Path, values: dict[str, Any], said: str) -> None:
-    (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=said):
-        load_config(str(folder))
-    if "frobs" in values:
-        assert load_config(str(folder), ["model.ignore=[frobs]"]).model.ignore == ("frobs",)
-
-
-def test_the_recipe_of_a_repository_is_named() -> None:
-    """Whatever its publisher appends to the name; another size has another shape."""
-    of = {
-        "Qwen/Qwen3-8B": "qwen3-8b",
-        "Qwen/Qwen3-0.6B-Base@main": "qwen3-0.6b",
-        "meta-llama/Llama-3.1-70B-Instruct": "llama3.1-70b",
-        "meta-llama/Meta-Llama-3.1-8B": "llama3.1-8b",
-        "allenai/Olmo-3-1025-7B": "olmo3-7b",
-        "allenai/Olmo-3-7B-Think": "olmo3-7b",
-        "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
-        "google/gemma-3-1b-pt": "gemma3-1b",
-        "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
-        "meta-llama/Llama-2-7b-hf": "llama2-7b",
-        "google/gemma-3-4b-pt": None,
-    }
-    assert {name for name in of.values() if name} <= set(recipe_names())
-    for named, recipe in of.items():
-        place = _place_of_model(named, recipe_names())
-        assert isinstance(place, HubFiles)
-        assert place.hint == ("" if recipe is None else f"; the recipe {recipe} has the shape of this model")
-
-
 def test_the_commands_take_it(folder: Path) -> None:
     """One line on standard error says what is taken; the rest is as for a recipe."""
     shown = within("train", "Qwen3-8B", "--dry-run", "--device", "h100:8", "--nodes", "8", at=folder.parent)
@@ -158,11 +118,3 @@ def test_the_commands_take_it(folder: Path) -> None:
     assert again.out.splitlines()[1:] == shown.out.splitlines()[1:]
     wrong = within("plan", "Qwen3-8B", "--device", "h100:8", "--tokens", "100", at=folder.parent)
     assert "--tokens (100) must be a number with k, M, B or T" in wrong.failed(2)
-
-
-@pytest.mark.slow
-def test_it_is_verified_in_miniature(folder: Path) -> None:
-    said = within("verify", "config.json", "--nproc", "2", "--layouts", "parallel.tensor=2", at=folder)
-    assert said.code == 0, said.out + said.err
-    assert "Qwen3-8B in miniature: qwen3, 4 blocks" in said.out
-    assert "layouts trained like one process" in said.out

@@ -49,10 +49,7 @@ def test_what_may_change_is_told_a_line_each() -> None:
     [
         ("model.num_hidden_layers=9", "model.num_hidden_layers (9) must be 8"),
         ("model.rope_scaling={rope_type: linear, factor: 2}", "model.rope_scaling ({"),
-        ("data.split=90,10", "data.split (90,10) must be 95,5"),
         ("train.seed=7", "train.seed (7) must be 1234"),
-        ("train.sequence_length=32", "train.sequence_length (32) must be 64"),
-        ("train.dropout_mode=invariant", "train.dropout_mode (invariant) must be fast"),
         ("optimizer.name=lamb", "optimizer.name (lamb) must be adamw"),
     ],
 )
@@ -114,7 +111,7 @@ def test_fault_23_a_recorded_configuration_holds_no_secret() -> None:
     assert config_from_sections(recorded).model == config.model
 
 
-@pytest.mark.parametrize("key", ["log.sample_prompt", "data.path", "data.text_key"])
+@pytest.mark.parametrize("key", ["log.sample_prompt", "data.path"])
 def test_fault_23_a_run_whose_secret_is_not_recorded_goes_on(key: str) -> None:
     """With the same secret, or a renewed one; also where an older version recorded it."""
     new = load_config("llama2-tiny", [f"{key}={SECRET}"])

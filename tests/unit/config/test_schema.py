@@ -14,7 +14,7 @@ from shardwise.config import load_config, recipe_names
 from shardwise.config.load import config_from_sections
 from shardwise.config.recipe_files import recipe_text
 from shardwise.config.schema import recipe_schema
-from tests.arch.source import ROOT, config_fields
+from tests.arch.source import ROOT
 
 SCHEMA = recipe_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -48,15 +48,11 @@ def test_recipes_of_the_pages_fit() -> None:
     [
         ({"train": {"stepz": 3}}, "train"),
         ({"train": {"steps": "many"}}, "train.steps"),
-        ({"train": {"steps": 0}}, "train.steps"),
         ({"train": {"recompute": "some"}}, "train.recompute"),
         ({"trian": {}}, ""),
         ({"model": {"layer_norm_eps": 1e-5}}, "model"),
-        ({"model": {"hidden_size": -1}}, "model.hidden_size"),
         ({"model": {"family": "lama"}}, "model.family"),
         ({"parallel": {"tensor": True}}, "parallel.tensor"),
-        ({"parallel": 3}, "parallel"),
-        ({"evaluation": {"sets": {"code": 3}}}, "evaluation.sets.code"),
         ({"evaluation": {"sets": {"code": {"pth": "x"}}}}, "evaluation.sets.code"),
     ],
 )
@@ -67,43 +63,6 @@ def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place
     assert place in places(values)
     with pytest.raises(ConfigError):
         config_from_sections(values)
-
-
-def test_every_key_that_may_be_left_out_tells_its_default() -> None:
-    silent = [
-        f"{name}.{key}"
-        for name, part in (("", SCHEMA), *SCHEMA["$defs"].items())
-        for key, value in part["properties"].items()
-        if "default" not in value
-        and key not in part.get("required", ())
-        and "default: " not in value["description"]
-        and not value["description"].startswith("another spelling of ")
-    ]
-    assert silent == ["GPTConfig.hidden_size", "GPTConfig.num_hidden_layers", "GPTConfig.num_attention_heads"], (
-        "these must be given, under one of two names"
-    )
-    for section, part in SCHEMA["properties"].items():
-        if part.get("default") == {}:
-            values = parse_yaml(recipe_text("llama2-tiny"), "")
-            values.pop(section, None)
-            assert config_from_sections(values) == config_from_sections({**values, section: {}})
-
-
-def test_every_key_has_its_description() -> None:
-    described = set()
-
-    def describe(prefix: str, schema: dict[str, Any]) -> None:
-        # A section may be in a list or a mapping.
-        holders = (schema, schema.get("items", {}), schema.get("additionalProperties", {}))
-        reference = next((holder["$ref"] for holder in holders if isinstance(holder, dict) and "$ref" in holder), "")
-        for key, value in SCHEMA["$defs"].get(reference.rpartition("/")[2], {}).get("properties", {}).items():
-            if value.get("description"):
-                described.add(f"{prefix}{key}")
-            describe(f"{prefix}{key}.", value)
-
-    for section, part in SCHEMA["properties"].items():
-        describe(f"{section}.", part)
-    assert described >= {key for key in config_fields() if not key.startswith("model.")}
 
 
 def test_a_model_by_its_file_or_of_ones_own_and_other_spellings_fit() -> None:

@@ -29,45 +29,17 @@ def test_precision_of_each_mode(keys: dict[str, str], accelerator: bool, expecte
 
 
 @pytest.mark.parametrize(
-    "scaling",
-    [
-        "{rope_type: default}",
-        "{type: linear, factor: 2}",
-        "{rope_type: dynamic, factor: 2.0}",
-        "{rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 32}",
-        "{rope_type: null, type: linear, factor: 2.0, original_max_position_embeddings: null}",
-        "{rope_type: yarn, factor: 4, beta_fast: 32, beta_slow: 1, truncate: false}",
-        "{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 64}",
-        "{rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 1], long_factor: [2, 2, 2, 2, 2, 2, 2, 2], "
-        "original_max_position_embeddings: 64}",
-    ],
-)
-def test_rope_scaling_as_hugging_face_writes_it(scaling: str) -> None:
-    model = load_config("llama2-tiny", [f"model.rope_scaling={scaling}"]).model
-    assert model.extends_positions == (model.rope_scaling["rope_type"] != "default")
-
-
-@pytest.mark.parametrize(
     ("scaling", "told"),
     [
         ("{factor: 2}", "rope_scaling.rope_type is missing: one of default, linear,"),
         ("{rope_type: ntk}", "rope_scaling.rope_type ('ntk') must be one of default, linear,"),
-        ("{rope_type: dynamic, factor: 2, beta_fast: 32}", "rope_scaling.beta_fast: unknown key; rope_type"),
         ("{rope_type: linear}", "rope_scaling.factor is missing: rope_type linear needs it"),
-        ("{rope_type: linear, factor: 0.5}", "rope_scaling.factor (0.5) must be a number of at least 1"),
         (
             "{rope_type: dynamic, factor: 1" + 400 * "0" + "}",
             "rope_scaling.factor (1" + 400 * "0" + ") must be a number of at least 1",
         ),
-        ("{rope_type: linear, factor: two}", "rope_scaling.factor ('two') must be a number"),
         ("{rope_type: linear, factor: 2, facto: 1}", "rope_scaling.facto: unknown key; did you mean factor?"),
         ("{rope_type: yarn, factor: 2, beta_fast: 1, beta_slow: 8}", "rope_scaling.beta_fast (1) must be at least"),
-        ("{rope_type: yarn, factor: 2, truncate: 1}", "rope_scaling.truncate (1) must be true or false"),
-        (
-            "{rope_type: llama3, factor: 8, low_freq_factor: 4, high_freq_factor: 4, "
-            "original_max_position_embeddings: 64}",
-            "rope_scaling.high_freq_factor (4) must",
-        ),
         (
             "{rope_type: longrope, short_factor: [1], long_factor: x, original_max_position_embeddings: 6.5}",
             "rope_scaling.short_factor",
@@ -108,9 +80,7 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
         ("quickstart", "model.head_dim=null", "model", {"head_dim": 32}),
         ("llama2-tiny", "", "optimizer", {"eps": 1e-8}),
         ("llama2-tiny", "optimizer.name=lamb", "optimizer", {"eps": 1e-6}),
-        ("llama2-tiny", "optimizer.name=lamb optimizer.eps=1e-7", "optimizer", {"eps": 1e-7}),
         ("llama2-tiny", "checkpoint.resume=10 train.skip_batches=3", "train", {"skip_batches": 3}),
-        ("llama2-7b", "", "checkpoint", {"every_minutes": 30}),
         ("quickstart", "", "checkpoint", {"every_minutes": 30}),
     ],
 )
@@ -129,15 +99,10 @@ OPTIMIZERS = {
     "optimizer.name=lamb optimizer.weight_decay=0.0": "optimizer.weight_decay (0.0) must be greater than 0 with "
     "optimizer.name",
     "optimizer.trust_clip=true": "optimizer.trust_clip (true) must be false with optimizer.name adamw, which",
-    "optimizer.name=muon optimizer.trust_clip=true": "optimizer.trust_clip (true) must be false with optimizer.name "
-    "muon",
     "optimizer.name=lamb optimizer.offload=true": "optimizer.offload (true) must be false with optimizer.name lamb",
-    "optimizer.name=muon optimizer.offload=true": "optimizer.offload (true) must be false with optimizer.name muon",
     # Rounding is stochastic by the default of the mode, too.
     f"{BFLOAT16} precision.rounding=stochastic optimizer.offload=true": "optimizer.offload (true) must be false with "
     "precision.rounding stochastic",
-    f"{BFLOAT16} optimizer.offload=true": "optimizer.offload (true) must be false with precision.rounding stochastic",
-    f"{MIXED} optimizer.name=lamb": "precision.moments (bfloat16) must be left out with optimizer.name lamb",
     f"{MIXED} optimizer.name=muon": "precision.moments (bfloat16) must be left out with optimizer.name muon",
     f"{MIXED} optimizer.offload=true": "optimizer.offload (true) must be false with precision.moments (bfloat16)",
     f"{BFLOAT16} precision.moments=float32": "precision.moments (float32) must be bfloat16 where masters are bfloat16: "
@@ -154,23 +119,6 @@ def test_what_an_optimizer_does_not_go_with(keys: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [
-        "optimizer.constant_steps=5",
-        "optimizer.name=lamb optimizer.trust_clip=true",
-        "optimizer.name=muon optimizer.muon.momentum=0.9 optimizer.muon.split_heads=true",
-        MIXED,
-        f"{BFLOAT16} precision.moments=bfloat16",
-    ],
-)
-def test_what_an_optimizer_goes_with(keys: str) -> None:
-    assert layout_of(keys.split(), world=1)
-    if "precision" in keys:
-        precision = load_config("llama2-tiny", keys.split()).precision.resolved(accelerator=False)
-        assert precision.rounded(2) == (2 if keys == MIXED else 3), "narrow moments are rounded too"
-
-
-@pytest.mark.parametrize(
     ("overrides", "length", "expected"),
     [([], 128, 20), ([], 512, 77), (["data.max_predictions=80"], 512, 80), (["data.masked_fraction=0.5"], 16, 8)],
 )
@@ -178,23 +126,14 @@ def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected
     assert load_config("bert-tiny", overrides).data.predictions(length) == expected
 
 
-@pytest.mark.parametrize(("value", "read"), [("auto", "auto"), ("0", 0), ("100", 100)])
-def test_a_run_goes_on_at_its_newest_checkpoint_or_a_step(value: str, read: str | int) -> None:
-    keys = [f"checkpoint.resume={value}", "train.steps=200"]
-    assert layout_of(keys, world=1)
-    assert load_config("llama2-tiny", keys).checkpoint.resume == read
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("1.5", "1.5"), ("null", "null")]
-)
+@pytest.mark.parametrize(("value", "shown"), [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")])
 def test_anything_else_to_go_on_at_is_one_mistake(value: str, shown: str) -> None:
     told = f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
     assert problem(f"checkpoint.resume={value}") == told
 
 
 @pytest.mark.parametrize("key", ["path", "load"])
-@pytest.mark.parametrize("login", ["AKIA:se/cr+et", "user:1234", ":word"])
+@pytest.mark.parametrize("login", ["AKIA:se/cr+et", ":word"])
 def test_a_password_has_no_place_in_the_configuration(key: str, login: str) -> None:
     found = problem(f"checkpoint.{key}=s3://{login}@bucket/run")
     assert found.startswith(
@@ -204,16 +143,13 @@ def test_a_password_has_no_place_in_the_configuration(key: str, login: str) -> N
     assert "FSSPEC_FTP_PASSWORD" in found
 
 
-@pytest.mark.parametrize("key", ["path", "load"])
-@pytest.mark.parametrize("scheme", ["https", "az"])
+@pytest.mark.parametrize(("key", "scheme"), [("path", "https"), ("load", "az")])
 def test_a_query_string_has_no_place_in_the_configuration(key: str, scheme: str) -> None:
     told = f"checkpoint.{key} ({scheme}://host/run?(redacted)) must hold no query string, which"
     assert problem(f"checkpoint.{key}={scheme}://host/run?sv=1&sig=5ecret").startswith(told)
 
 
-@pytest.mark.parametrize(
-    "url", ["s3://bucket/run", "sftp://user@host/run", "abfs://container@account.host/run", "http://host:8080/a@b"]
-)
+@pytest.mark.parametrize("url", ["s3://bucket/run", "sftp://user@host/run", "http://host:8080/a@b"])
 def test_a_url_without_a_password_is_taken(url: str) -> None:
     assert load_config("llama2-tiny", [f"checkpoint.path={url}"]).checkpoint.path == url
 
@@ -230,19 +166,6 @@ def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
     assert [(each.key, each.name) for each in (tiny, own)] == [("data.dataset", "tiny"), ("data.path", "a.txt")]
     assert (tiny.weighted_prefixes, own.weighted_prefixes) == ([], [(1.0, "a.txt")])
     assert tiny.split_weights == (95.0, 5.0, 0.0)
-
-
-def test_all_that_is_wrong_with_the_data_at_once() -> None:
-    given = ("data.blend=[1,a]", "data.path=b.txt", "data.format=text", "data.split=0,1")
-    found = problems(*given, recipe="gpt-tiny")
-    assert [text.split(" must ")[0] for text in found] == [
-        "data.split ('0,1')",
-        "data.path (b.txt)",
-        "data.format (text)",
-    ]
-    assert found[2] == (
-        "data.format (text) must be megatron with data.blend (a), or left out: other data come by data.path"
-    )
 
 
 @pytest.mark.parametrize(

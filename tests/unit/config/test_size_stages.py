@@ -18,7 +18,6 @@ from shardwise.config import (
 )
 from tests.unit.config.refusals import problems
 
-STREAM = ("data.dataset=owner/name", "data.streaming=true", "data.tokenizer=x")
 LONG = "{at: 4, sequence_length: 128, global_batch: 4, micro_batch: 1, rope_scaling: {rope_type: linear, factor: 2.0}}"
 MIDDLE = "{at: 6, sequence_length: 32, global_batch: 8}"
 
@@ -50,14 +49,6 @@ def test_each_stage_is_a_configuration_of_its_own() -> None:
     assert values_at_step(run.recorded(), 5) == stages[1].model_dump(mode="json")
 
 
-def test_a_run_without_sizes_in_stages_is_one_stage() -> None:
-    run = load_config("llama2-tiny", ["train.steps=8"])
-    assert size_stages_of(run) == [run]
-    assert (run.samples_together, run.last_step, run.run) == (1, 8, run)
-    assert tokens_of_run(run) == 8 * run.train.global_batch * run.train.sequence_length
-    assert values_at_step(run.recorded(), 5) == run.recorded()
-
-
 def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
     stages = size_stages_of(config(LONG, MIDDLE))
     assert tokens_of_run(stages[0]) == 4 * 512 + 2 * 512 + 2 * 256
@@ -71,40 +62,16 @@ def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
     ("stage", "keys", "told"),
     [
         ("{at: 4}", (), "data.stages.0.sequence_length, or another key of the stage, must be set"),
-        ("{at: 8, sequence_length: 32}", (), "data.stages.0.at (8) must be less than train.steps (8)"),
         ("{at: 4, sequence_length: 96}", ("model.max_position_embeddings=96",), "train.global_batch (8) of the"),
         ("{at: 4, sequence_length: 128}", (), "from step 5 on (data.stages): train.sequence_length (128) must be"),
         ("{at: 4, rope_scaling: {rope_type: yarm, factor: 2.0}}", (), "the stage of data.stages at 4:"),
         ("{at: 4, sequence_length: 32}", ("data.dataset=chat",), "sequence_length must be left out of data.stages"),
-        ("{at: 4, sequence_length: 32}", ("data.dataset=null", "hooks.data=a:B"), "sequence_length must be left"),
-        ("{at: 4, sequence_length: 32}", STREAM, "sequence_length must be left out of data.stages"),
         ("{at: 4, sequence_length: 32}", ("train.steps=8k",), "the tokens of a step in data.stages (256 and 512)"),
         ("{at: 4, micro_batch: 8}", ("train.bitwise=true",), "the groups of train.data_grain must be the same in"),
-        ("{at: 4, global_batch: 3}", (), "from step 5 on (data.stages): train.global_batch (3) must be a multiple"),
     ],
 )
 def test_refused(stage: str, keys: tuple[str, ...], told: str) -> None:
     assert told in "\n".join(problems("train.steps=8", f"data.stages=[{stage}]", *keys, world=1))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "stage", "told"),
-    [
-        ("bert-tiny", "{at: 4, sequence_length: 32}", "with model.family bert, whose samples have one length"),
-        ("gpt-tiny", "{at: 4, rope_theta: 5.0}", "rope_theta must be left out with model.family gpt"),
-        ("gpt-tiny", "{at: 4, sequence_length: 4096}", "must be at most model.max_position_embeddings"),
-    ],
-)
-def test_other_families_are_refused(recipe: str, stage: str, told: str) -> None:
-    keys = ("train.steps=8", f"data.stages=[{stage}]")
-    assert told in "\n".join(problems(*keys, recipe=recipe, world=1))
-
-
-def test_every_stage_must_suit_the_layout() -> None:
-    keys = ("parallel.context=2", "model.max_position_embeddings=66", "train.global_batch=132", "train.steps=8")
-    stage = "data.stages=[{at: 4, sequence_length: 66, global_batch: 128}]"
-    told = "from step 5 on (data.stages): train.sequence_length (66)"
-    assert told in "\n".join(problems(stage, *keys, world=2))
 
 
 def test_stages_of_a_run_that_goes_on_keep_its_order() -> None:

@@ -13,14 +13,10 @@ GRAPHS = ("train.switches=[cuda_graphs]",)
     ("world", "overrides", "told"),
     [
         (1, IN_BACKWARD[:1], "optimizer.max_norm (1.0), which needs all gradients first"),
-        (1, (*IN_BACKWARD, "optimizer.offload=true"), "optimizer.offload (true)"),
         (1, (*IN_BACKWARD, "hooks.optimizer=torch.optim:SGD"), "hooks.optimizer (torch.optim:SGD)"),
         (2, (*IN_BACKWARD, "optimizer.zero=2"), "optimizer.zero (2), which reduces in each micro-batch"),
-        (1, (*IN_BACKWARD, "optimizer.name=muon"), "optimizer.name (muon), which updates whole tensors"),
         (1, (*GRAPHS, "data.reset_attention_mask=true"), "data.reset_attention_mask (true)"),
-        (1, (*GRAPHS, "precision.matmul=fp8"), "precision.matmul (fp8)"),
         (1, (*GRAPHS, "train.bitwise=true"), "train.bitwise (true)"),
-        (1, (*GRAPHS, "hooks.loss=torch:sum"), "hooks.loss (torch:sum)"),
         (2, (*GRAPHS, "optimizer.zero=3"), "optimizer.zero (3), which communicates in each pass"),
         (1, (*GRAPHS, "model.attention_dropout=0.1"), "model.attention_dropout (0.1)"),
         (
@@ -28,7 +24,6 @@ GRAPHS = ("train.switches=[cuda_graphs]",)
             (*GRAPHS, "train.global_batch=4", "train.micro_batch=2"),
             "train.global_batch (4), a rank's one micro-batch",
         ),
-        (1, (*FLASH, "model.attention_dropout=0.1"), "model.attention_dropout (0.1)"),
         (1, (*FLASH, "precision.mode=float32"), "precision.mode (float32), as its kernels take 16-bit numbers"),
         (2, (*GRAPHS, "parallel.tensor=2"), "parallel.tensor (2)"),
     ],

@@ -44,7 +44,7 @@ def test_one_long_document_gives_its_end_from_the_start_of_a_line() -> None:
     assert divided([["abc"], ["def"]], (1, 0))[0] == {"train": "abc|def|", "eval": ""}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     texts=st.lists(st.lists(st.text("ab\n", min_size=1, max_size=30), min_size=1, max_size=3), min_size=1, max_size=30),
     weights=st.tuples(st.floats(0.1, 100), st.floats(0, 100)),

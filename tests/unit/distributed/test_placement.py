@@ -18,7 +18,6 @@ from shardwise.layers.norm import RMSNorm
 from tests.unit.layers.groups import pretend_group
 
 NORMAL = Init.normal(0.02)
-DEGREES = range(1, 9)
 
 
 @st.composite
@@ -29,7 +28,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 
 
 @given(boxes())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_runs_list_the_elements_of_the_box_in_order(case: tuple[tuple[int, ...], Box]) -> None:
     shape, box = case
     indices = itertools.product(*(range(a, a + n) for a, n in zip(box.start, box.size, strict=True)))
@@ -45,7 +44,7 @@ def test_runs_list_the_elements_of_the_box_in_order(case: tuple[tuple[int, ...],
 
 
 @given(boxes(), st.integers(0, 60), st.integers(0, 60))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_runs_within_some_elements_are_those_that_hold_one(
     case: tuple[tuple[int, ...], Box], start: int, length: int
 ) -> None:
@@ -60,12 +59,6 @@ def test_runs_of_a_few_rows_of_many_cost_little() -> None:
     assert box.runs((2**40, 4), slice(2**30, 2**30 + 8)) == [(2**30 + 1, 2), (2**30 + 5, 2)]
 
 
-def test_a_box_of_whole_rows_is_one_run() -> None:
-    assert Box((3, 0), (4, 7)).runs((20, 7)) == [(21, 28)]
-    assert Box.whole((3, 4, 5)).runs((3, 4, 5)) == [(0, 60)]
-    assert Box((0, 2), (3, 2)).runs((3, 4)) == [(2, 2), (6, 2), (10, 2)]
-
-
 def times_held(pieces: list[Piece], shape: tuple[int, ...]) -> Tensor:
     held = torch.zeros(shape, dtype=torch.int64)
     for piece in pieces:
@@ -74,7 +67,7 @@ def times_held(pieces: list[Piece], shape: tuple[int, ...]) -> Tensor:
 
 
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(0, 2))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_rows_tile_the_tensor(degree: int, rows: int, tail: int) -> None:
     shape = (rows, *(3,) * tail)
     for copies in (c for c in range(1, degree + 1) if degree % c == 0):
@@ -95,7 +88,7 @@ def test_rows_tile_the_tensor(degree: int, rows: int, tail: int) -> None:
                 assert piece.copies.ranks == tuple(neighbours)
 
 
-@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("degree", [1, 3, 8])
 def test_columns_and_replicated_tile_the_tensor(degree: int) -> None:
     shape = (5, 3 * degree)
     groups = [pretend_group(rank, degree) for rank in range(degree)]
@@ -123,11 +116,6 @@ def test_a_gradient_that_no_layer_sums_stays_partial(grain: int | None) -> None:
     assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
 
 
-def test_an_odd_number_of_rows_is_padded_at_the_end() -> None:
-    held = [placement.Piece.rows("w", (9, 2), pretend_group(rank, 4), NORMAL).box for rank in range(4)]
-    assert [(box.start[0], box.size[0]) for box in held] == [(0, 3), (3, 3), (6, 3), (9, 0)]
-
-
 # ---- drawing
 
 CUTS: dict[str, Callable[[Group, Init], Piece]] = {
@@ -149,7 +137,7 @@ def drawn(cut: Callable[[Group, Init], Piece], rank: int, size: int, dtype: torc
     return whole
 
 
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("degree", [1, 3, 8])
 @pytest.mark.parametrize("cut", CUTS)
 def test_initial_weights_are_bit_equal_at_every_layout(cut: str, degree: int) -> None:
     reference = drawn(CUTS[cut], 0, 1)
@@ -188,18 +176,11 @@ def test_blocks_rows_names_and_seeds_draw_differently() -> None:
     assert torch.equal(first[:SEEDED_ROWS], draw(1, "a", 3 * SEEDED_ROWS)[:SEEDED_ROWS]), "full runs depend on the rest"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_draws_are_float32_draws_rounded(dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
     assert torch.equal(drawn(CUTS["rows"], 0, 1, dtype), drawn(CUTS["rows"], 0, 1).to(dtype))
     assert torch.equal(torch.get_rng_state(), before), "a seeded draw advanced torch's default generator"
-
-
-def test_the_meta_device_draws_nothing() -> None:
-    piece = placement.Piece.rows("w", (4, 2), Group(), NORMAL)
-    made = placement.make_parameter((4, 2), (piece,), Group(), seed=1, device="meta")
-    assert made.is_meta
-    assert placement.of(made) == Placement((piece,), placement.of(made).group)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -214,8 +195,7 @@ def test_padding_is_zero_and_counted_nowhere(rank: int) -> None:
     assert record.numel == held * 4
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize(("degree", "kv_heads"), [(1, 2), (2, 8), (8, 2), (4, 4)])
 def test_fused_qkv_is_three_canonical_tensors(degree: int, kv_heads: int) -> None:
     pieces: dict[str, list[Piece]] = {}
     for rank in range(degree):

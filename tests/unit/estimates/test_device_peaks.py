@@ -9,45 +9,19 @@ from shardwise_plan.device_specs import load_device
 @pytest.mark.parametrize(
     ("name", "bfloat16", "float32"),
     [
-        ("NVIDIA GB300", 2500, 80),
         ("NVIDIA B300 SXM6 AC", 2250, 75),
         ("NVIDIA GB200", 2500, 80),
-        ("NVIDIA B200", 2250, 75),
-        ("NVIDIA GH200 480GB", 989.5, 67),
-        ("NVIDIA GH200 144G HBM3e", 989.5, 67),
-        ("NVIDIA H200", 989.5, 67),
-        ("NVIDIA H200 NVL", 835.5, 60),
         ("NVIDIA H100 80GB HBM3", 989.5, 67),
-        ("NVIDIA H100 PCIe", 756.5, 51.2),
-        ("NVIDIA H100 NVL", 835.5, 60),
-        ("NVIDIA H800", 989.5, 67),
-        ("NVIDIA H20", 148, 44),
-        ("NVIDIA H20-3e", 148, 44),
         ("NVIDIA A100-SXM4-80GB", 312, 19.5),
-        ("NVIDIA A100-PCIE-40GB", 312, 19.5),
-        ("NVIDIA A100 80GB PCIe", 312, 19.5),
-        ("NVIDIA A800-SXM4-80GB", 312, 19.5),
-        ("NVIDIA A40", 149.7, 37.4),
-        ("NVIDIA A10", 125, 31.2),
-        ("NVIDIA A10G", 70, 35),
-        ("NVIDIA L40S", 362, 91.6),
-        ("NVIDIA L40", 181, 90.5),
         ("NVIDIA L4", 121, 30.3),
         ("Tesla T4", None, 8.1),
         ("Tesla V100-SXM2-16GB", None, 15.7),
         ("NVIDIA RTX A6000", 154.85, 38.7),
-        ("NVIDIA RTX 6000 Ada Generation", 364.25, 91.1),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 500, 125),
         ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
-        ("NVIDIA GeForce RTX 5090", 209.5, 104.8),
         ("AMD Instinct MI300X", 1307.4, 163.4),
-        ("AMD Instinct MI300X VF", 1307.4, 163.4),
-        ("AMD Instinct MI325X", 1307.4, 163.4),
-        ("AMD Instinct MI355X", 2516.6, 157.3),
         ("trn1", 95, 23.75),
         ("trn2", 166.75, 45.25),
-        ("trn2n", 166.75, 45.25),
-        ("trn2u", 166.75, 45.25),
         ("trn3", 167.75, 45.75),
     ],
 )
@@ -57,9 +31,8 @@ def test_published_peaks(name: str, bfloat16: float | None, float32: float) -> N
 
 
 UNKNOWN = [
-    "cpu", "", "neuron", "NVIDIA H1000", "NVIDIA H200 PCIe", "NVIDIA H100 80GB HBM2e", "NVIDIA A10-4Q",
-    "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 4090 D", "Quadro RTX 6000", "AMD Instinct MI308X", "AMD Instinct",
+    "cpu", "", "NVIDIA H1000", "NVIDIA H200 PCIe", "NVIDIA A10-4Q", "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD Instinct",
 ]  # fmt: skip
 
 

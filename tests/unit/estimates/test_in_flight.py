@@ -14,14 +14,12 @@ from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory, memory_by_rank
-from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.step_peak import PassBytes, step_peak
 from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, local_parameters
-from shardwise.pipeline.action_order import Action, action_order, with_whole_backward_passes
+from shardwise.pipeline.action_order import action_order, with_whole_backward_passes
 from shardwise.pipeline.partition import stage_plan
-from shardwise.pipeline.timeline import simulate
 from tests.unit.estimates.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
@@ -63,8 +61,6 @@ def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[
 
 
 STAGES = {
-    "first": [Stage(0, 0, range(2), 4)],
-    "middle": [Stage(1, 1, range(2, 3), 4)],
     "last": [Stage(3, 3, range(3, 4), 4)],
     "first and middle": [Stage(0, 0, range(1), 4), Stage(2, 0, range(2, 3), 4)],
     "first and last": [Stage(0, 0, range(1), 4), Stage(3, 0, range(3, 4), 4)],
@@ -168,34 +164,6 @@ def test_a_walk_through_an_order() -> None:
     assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
     assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
-
-
-@pytest.mark.parametrize(("frees", "held"), [(False, 3), (True, 2)])
-def test_messages_are_held_to_the_end_of_the_step_or_to_their_backward_pass(frees: bool, held: int) -> None:
-    passes = {0: PassBytes(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0, onwards=3)}
-    works = [("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1), ("backward", 2)]
-    order = [Action(kind, 0, number) for kind, number in works]
-    found = step_peak(order, passes, 3, frees_onwards=frees)
-    assert (found.whole, found.sent) == (10 + 12, held * 3)
-
-
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
-def test_full_recompute_leaves_backward_passes_in_one_part(schedule: str) -> None:
-    parallel = config(schedule=schedule).parallel
-    for rank in range(2):
-        order = with_whole_backward_passes(action_order(parallel, M, rank))
-        assert {work.kind for work in order} == {"forward", "backward"}
-        assert len(order) == 2 * 2 * M
-    waits = [simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]
-    assert waits[0] == waits[1] < waits[2]
-
-
-def test_a_case_has_the_stages_of_its_rank() -> None:
-    chosen = config(schedule="zbv")
-    cases = [RankWorkload.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
-    assert [[stage.index for stage in case.stages] for case in cases if case] == [[0, 3], [1, 2]]
-    ends = [(case.has_first, case.has_last, case.layers) for case in cases if case]
-    assert ends == [(True, True, 2), (False, False, 2)]
 
 
 def test_the_175b_layout_is_computed() -> None:

@@ -77,8 +77,7 @@ def parameters(config: Config, tensor: int = 1) -> int:
         ("mixed", "bfloat16", 2, 4, 8),
     ],
 )
-@pytest.mark.parametrize("data", [1, 4])
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize(("optimizer", "data"), [("adamw", 1), ("lamb", 4)])
 def test_bytes_per_parameter(
     optimizer: str, mode: str, moments: str | None, parameter: int, gradient: int, state: int, data: int
 ) -> None:
@@ -105,14 +104,6 @@ def test_zero_shares_state_out_over_data_parallelism_alone() -> None:
     """Two moments in float32 of a quarter of what a tensor-parallel rank holds, and padding."""
     state = estimate(config(), Layout(8, tensor=2)).optimizer
     assert state == pytest.approx(2 * 4 * parameters(config(), 2) / 4, rel=1e-3)
-
-
-def test_rows_add_up() -> None:
-    memory = estimate(config(), Layout(2))
-    assert [name for name, _ in memory.rows()] == [
-        "parameters", "gradients", "optimizer", "activations", "loss", "buffers",
-    ]  # fmt: skip
-    assert memory.total == sum(size for _, size in memory.rows())
 
 
 class Saved:
@@ -171,28 +162,17 @@ def test_activations_of_shared_heads(mode: str, kv_heads: int, micro_batch: int,
     assert estimate(chosen).activations == Saved(chosen).bytes - beside(chosen)
 
 
-LIKE_LLAMA = ("qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")
-
-
 @pytest.mark.parametrize("p", [0.0, 0.1], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("mode", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("model", "micro_batch"),
-    [
-        pytest.param(model, size, marks=pytest.mark.slow if model in LIKE_LLAMA and size == 1 else ())
-        for model in MODELS
-        for size in (1, 2)
-    ],
-)
-def test_activations_are_what_autograd_saves(model: str, mode: str, micro_batch: int, p: float) -> None:
-    chosen = config(model, mode=mode, micro_batch=micro_batch, p=p)
+@pytest.mark.parametrize("model", MODELS)
+def test_activations_are_what_autograd_saves(model: str, mode: str, p: float) -> None:
+    chosen = config(model, mode=mode, p=p)
     assert estimate(chosen).activations == Saved(chosen).bytes - beside(chosen)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("model", MODELS)
-def test_activations_beside_fp8_products_are_what_autograd_saves(model: str, p: float) -> None:
-    chosen = config(model, mode="bfloat16", micro_batch=2, p=p)
+def test_activations_beside_fp8_products_are_what_autograd_saves(model: str) -> None:
+    chosen = config(model, mode="bfloat16", micro_batch=2, p=0.1)
     precision = chosen.precision.model_copy(update={"matmul": "fp8"})
     in_fp8 = chosen.model_copy(update={"precision": precision})
     # Each product also keeps two scales.
@@ -244,14 +224,6 @@ def test_an_accelerators_fused_norm_keeps_less() -> None:
 def test_the_loss_holds_a_chunk_of_logits_however_many_tokens() -> None:
     few, many = (estimate(config(length=length, micro_batch=8)).loss for length in (1024, 8192))
     assert many - few == 4 * 64 * 8 * (8192 - 1024)  # only the gradient of the input grows
-
-
-def test_berts_loss_grows_with_what_it_predicts() -> None:
-    few, many = (
-        estimate(make_config(section("bert", **SIZES), data={"max_predictions": number})).loss for number in (2, 4)
-    )
-    gradient, head = HIDDEN, 4 * HIDDEN
-    assert many - few == 4 * 2 * 2 * (VOCABULARY + gradient + head)
 
 
 def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:

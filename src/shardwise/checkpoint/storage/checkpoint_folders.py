@@ -27,6 +27,7 @@ from pathlib import Path
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
 from shardwise.base.hub import FOUND, find_on_hub
+from shardwise.base.parsing import parse_yaml
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.weight_files import has_weights, place_of_weights
 from shardwise.checkpoint.storage.chunks import require_length
@@ -399,9 +400,6 @@ def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | No
 
 def _checkpoint_path(run: Root) -> str | None:
     """The `checkpoint.path` of a run's configuration; None where it is not set or cannot be read."""
-    # Costly to import, and only needed for a run's folder.
-    from shardwise.base.parsing import parse_yaml
-
     try:
         path = parse_yaml((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
     except (ValueError, KeyError, TypeError):

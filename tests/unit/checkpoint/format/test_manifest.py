@@ -67,21 +67,6 @@ def test_every_changed_byte_is_found(folder: Root) -> None:
             Manifest.from_json(text[:at], "x")
 
 
-def test_the_same_json_written_otherwise_is_found(folder: Root) -> None:
-    text = text_of(folder)
-    for changed in (text + " ", text.replace("1e-05", "1E-05"), text.replace("\\u00e4", "\\u00E4"), " " + text):
-        assert changed != text
-        assert json.loads(changed) == json.loads(text)
-        with pytest.raises(DamageError, match="does not match its digest"):
-            Manifest.from_json(changed, "x")
-
-
-def test_a_manifest_is_read_without_writing_it_anew(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To verify the digest of a large one that took as long as to parse it."""
-    monkeypatch.setattr("shardwise.checkpoint.format.manifest._canonical", None)
-    assert Manifest.read(folder).step == 100
-
-
 def test_more_values_than_a_checkpoint_can_need_are_not_parsed(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of some megabytes with nothing but small values would take gigabytes of memory."""
     values = text_of(folder).count(",") + 1
@@ -106,32 +91,23 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda plain: plain.update(version=2, versions={"shardwise": "9.1"}, tensors="another way"),
         r"format version of x \(2\) .* \(1\): it is read by shardwise ≥ 9\.1",
     ),
-    "no mapping of a file": (lambda plain: plain["files"].append(3), "files must be JSON objects"),
     "parent": (change_file(path="../secret"), "must be a plain name"),
-    "itself": (change_file(path="manifest.json"), "must be a plain name"),
-    "twice": (change_file(path="config.json"), "name each file once"),
     "huge chunks": (change_file(chunk_bytes=2**40), "must be a power of two"),
     "huge file": (change_file(bytes=2**62), "checksums of 8 bytes"),
-    "negative": (change_file(bytes=-1), r"bytes \(-1\) must be a whole number"),
     "beyond the file": (change_tensor(pieces=[[0, 10**6, [0, 0], [11, 6]]]), "must lie in their files"),
-    "beyond the tensor": (change_tensor(pieces=[[0, 0, [1, 0], [11, 6]]]), "must lie in its shape"),
     "no such file": (change_tensor(pieces=[[99, 0, [0, 0], [11, 6]]]), "in files that are listed"),
-    "other dims": (change_tensor(pieces=[[0, 0, [0], [11]]]), "\\[file, offset"),
     "fractions": (change_tensor(shape=[1.5]), "whole numbers"),
     "dtype": (change_tensor(dtype="pickle"), r"dtype of model/embed.weight \('pickle'\)"),
-    "shared bytes": (change_tensor(pieces=[[0, 0, [0, 0], [1, 6]]] * 2), "must not share bytes"),
+    "shared bytes": (change_tensor(pieces=[[0, at, [at, 0], [1, 6]] for at in (0, 4)]), "must not share bytes"),
     "offset of truth": (change_tensor(pieces=[[0, True, [0, 0], [11, 6]]]), "\\[file, offset"),
-    "below zero": (change_tensor(pieces=[[0, 0, [-1, 0], [11, 6]]]), "\\[file, offset"),
     "beyond any number": (change_tensor(pieces=[[0, 2**64, [0, 0], [11, 6]]]), "\\[file, offset"),
     "a product beyond any number": (
         change_tensor(shape=[2**40, 2**40], pieces=[[0, 0, [0, 0], [2**40, 2**40]]]),
         "in their files",
     ),
     "escape sequence": (lambda plain: plain["tensors"].update(x={"\x1b[2J": {}}), "must be printable"),
-    "no mapping": (lambda plain: plain.update(tensors=[]), "tensors must be a JSON object"),
     "truth": (lambda plain: plain.update(step=True), r"step \(True\) must be a whole number"),
     "loss": (lambda plain: plain.update(losses=["low"]), "losses must be a JSON array of numbers"),
-    "optimizer": (lambda plain: plain.update(optimizer=3), "optimizer must be an object or null"),
 }
 
 
@@ -148,11 +124,9 @@ def test_a_crafted_manifest_is_not_believed(case: str, folder: Root) -> None:
     ("text", "problem"),
     [
         ("[" * 200_000, "it is no JSON"),
-        ("{", "it is no JSON"),
         ("[]", "its format must be shardwise-checkpoint"),
-        ('{"format": "another"}', "its format must be shardwise-checkpoint"),
     ],
-    ids=["nested", "cut", "list", "format"],
+    ids=["nested", "list"],
 )
 def test_what_is_no_manifest_is_damage(text: str, problem: str) -> None:
     with pytest.raises(DamageError, match=f"^x is damaged: {problem}$"):

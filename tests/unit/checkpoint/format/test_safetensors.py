@@ -49,37 +49,17 @@ def test_we_read_the_librarys_files(tmp_path: Path) -> None:
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD: dict[str, tuple[Any, str]] = {
     "no object": ([], "x is damaged: its header cannot be used: it is no JSON object"),
-    "dtype is no name": ({"a": {**F32, "dtype": "f32 "}}, r"dtype of a \('f32 '\) must be a name such as F32"),
     "wrong size": ({"a": {**F32, "shape": [3]}}, "a has 8 bytes, and its shape needs 12"),
     "overlap": ({"a": F32, "b": F32}, r"b begins at byte \d+ and must begin at byte \d+"),
-    "hole": ({"a": {**F32, "data_offsets": [4, 12]}}, r"a begins at byte \d+ and must begin at byte \d+"),
     "beyond the end": ({"a": {**F32, "shape": [4], "data_offsets": [0, 16]}}, "its tensors end at byte"),
     "huge": ({"a": {**F32, "shape": [2**70, 2**70]}}, "the shape of a must be at most 64 whole numbers"),
     "escape sequence": ({"\x1b[2J": F32}, "must be printable"),
-    "no tensor": ({"a": 3}, "a must be a JSON object"),
 }
 
 
 def stored(path: Path, text: bytes, length: int | None = None, size: int = 8) -> Root:
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(size))
     return Root.of(path)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "numbers"),
-    [("F8_E8M0", 8), ("F8_E4M3FNUZ", 8), ("F8_E5M2FNUZ", 8), ("C64", 1), ("F4", 16), ("F6_E2M3", 8), ("F6_E3M2", 8)],
-)
-def test_formats_that_no_weight_has_are_no_damage(dtype: str, numbers: int, tmp_path: Path) -> None:
-    """All that the library knows, and one of a later release."""
-    size = 6 if dtype[:2] == "F6" else 8
-    text = json.dumps({"a": {"dtype": dtype, "shape": [numbers], "data_offsets": [0, size]}})
-    path = tmp_path / "x.safetensors"
-    (found,) = read_header(stored(path, text.encode(), size=size)).values()
-    assert (found.dtype, found.shape, found.stop - found.start) == (dtype, (numbers,), size)
-    with safe_open(path, "np") as file:
-        assert file.get_slice("a").get_dtype() == dtype
-    path.write_bytes(path.read_bytes().replace(dtype.encode(), b"Q" * len(dtype)))
-    assert [other.dtype for other in read_header(Root.of(path)).values()] == ["Q" * len(dtype)]
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -91,11 +71,9 @@ def test_a_header_that_does_not_fit_is_damage(case: str, tmp_path: Path) -> None
 
 NO_HEADER: list[tuple[bytes, int | None, str]] = [
     (b"{", None, "its header cannot be used: Expecting"),
-    (b"\xff\xfe", None, "its header cannot be used: "),
     (b"[" * 100_000, None, "its header cannot be used: "),
     (b"{}", 2**63, "the length of its header .* must be at most"),
     (b'{"a":1,"a":2}', None, "its header cannot be used: a name is there twice"),
-    (b"1" * 9999, None, "its header cannot be used: "),
 ]
 
 

@@ -44,7 +44,7 @@ def test_a_sound_checkpoint(sound: Root) -> None:
     assert report.unlisted == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_any_damage_is_found(seed: int, copy: Path) -> None:
     """A flipped bit, a lost end or a lost byte, anywhere in any file."""
     chance = random.Random(seed)
@@ -132,17 +132,6 @@ def test_a_gap_is_found(copy: Path) -> None:
         tensors.read("exp_avg", "wide.weight", Box.whole(shape))
 
 
-def test_a_header_that_says_otherwise_is_found(copy: Path) -> None:
-    """The bytes are those of the checksums, the pieces tile, and other programs would read other tensors."""
-    model = Manifest.read(Root.of(copy)).tensors["model"]
-    (wide,), (norm,) = model["wide.weight"].pieces, model["norm.weight"].pieces
-    rewrite(
-        copy, {("model", "norm.weight"): (PieceEntry(wide.file, wide.offset, norm.box),), ("model", "wide.weight"): ()}
-    )
-    text = "\n".join(verify_checkpoint(Root.of(copy)).problems)
-    assert "its header and manifest.json say different things about norm.weight" in text
-
-
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     """A tensor cut in two along some dim, again and again."""
@@ -163,7 +152,7 @@ def table(boxes: list[Box], dims: int) -> Pieces:
 
 
 @given(tilings(), st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_tilings(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, boxes = case
     assert tiling_problem(shape, table(boxes, len(shape))) is None

@@ -52,14 +52,6 @@ def test_each_chunk_has_its_checksum(stored: tuple[Root, bytes, FileEntry], tmp_
     assert ChunkedReader(Root.of(tmp_path), empty).read(0, 0) == b""
 
 
-@given(st.lists(st.integers(0, 3 * CHUNK + 7), max_size=6).map(sorted))
-@settings(deadline=None, max_examples=30)
-def test_the_checksums_do_not_depend_on_the_writes(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
-    data = random.Random(1).randbytes(3 * CHUNK + 7)
-    folder = Root.of(tmp_path_factory.mktemp("cuts"))
-    assert write(folder, data, cuts) == write(folder, data, [])
-
-
 @given(st.lists(st.tuples(st.integers(0, 5 * CHUNK + 100), st.integers(0, 5 * CHUNK + 100)), max_size=8))
 @settings(deadline=None, max_examples=60)
 def test_any_reads(stored: tuple[Root, bytes, FileEntry], reads: list[tuple[int, int]]) -> None:
@@ -68,32 +60,6 @@ def test_any_reads(stored: tuple[Root, bytes, FileEntry], reads: list[tuple[int,
     for a, b in reads:
         start, stop = min(a, b), max(a, b)
         assert reader.read(start, stop) == data[start:stop]
-
-
-def test_reads_in_order_read_each_chunk_once(stored: tuple[Root, bytes, FileEntry]) -> None:
-    folder, data, entry = stored
-    reader = ChunkedReader(folder, entry)
-    step = 10_000
-    got = b"".join(bytes(reader.read(a, min(a + step, len(data)))) for a in range(0, len(data), step))
-    assert got == data
-    assert reader.bytes_read == len(data)
-
-
-def test_long_reads_come_in_requests_of_16_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = random.Random(2).randbytes(40 * MIB)
-    folder = Root.of(tmp_path)
-    entry = write(folder, data, [])
-    asked: list[int] = []
-    read = Root.read
-
-    def counted(file: Root, start: int = 0, stop: int | None = None) -> bytes:
-        asked.append((stop or 0) - start)
-        return read(file, start, stop)
-
-    monkeypatch.setattr(Root, "read", counted)
-    assert ChunkedReader(folder, entry).read(1, len(data) - 1) == memoryview(data)[1:-1]
-    assert max(asked) == 16 * MIB
-    assert sum(asked) == len(data)
 
 
 def test_damage_is_found_by_who_reads_the_chunk(stored: tuple[Root, bytes, FileEntry], tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_text_has_the_ids_of_the_loaded_model(tmp_path: Path, *, is_far: bool) -
     assert rows["tokenizer"] == f"{config.data.tokenizer}: 270 tokens, of model.vocab_size (512)"
 
 
-@pytest.mark.parametrize("data", [[], ["data.dataset=chat"]])
+@pytest.mark.parametrize("data", [["data.dataset=chat"]])
 def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(
     tmp_path: Path, data: list[str]
 ) -> None:
@@ -90,7 +90,6 @@ def test_another_tokenizer_is_asked_for(tmp_path: Path) -> None:
     "data",
     [
         ["data.dataset=chat"],
-        ["data.dataset=tiny"],
         ["data.dataset=null", "data.mixture={a: {dataset: tiny, weight: 1}, b: {path: no, format: megatron}}"],
     ],
 )

@@ -60,13 +60,3 @@ def test_a_start_that_took_no_step_does_not_bind_its_folder(tmp_path: Path) -> N
             run.metrics.write_text(events)
         assert earlier_run(run, CONFIG) == CONFIG.model_dump(mode="json")
         assert earlier_run(run, ANOTHER) is None
-
-
-def test_a_run_that_has_saved_elsewhere_binds_its_folder(tmp_path: Path) -> None:
-    """Though the command names another place now, and its events are gone."""
-    at = tmp_path / "place"
-    run = with_checkpoint(tmp_path / "run", at=at)
-    run.metrics.unlink()
-    run.write_config(dump_yaml(make_config(checkpoint={"path": str(at)}).model_dump(mode="json")))
-    with pytest.raises(ConfigError, match=r"train.seed \(8\) must be 7"):
-        earlier_run(run, ANOTHER)

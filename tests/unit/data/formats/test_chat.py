@@ -15,16 +15,13 @@ from shardwise.config import Config
 from shardwise.data.evaluation_sets import prepare_evaluation_sets
 from shardwise.data.open_data import prepare_data
 from shardwise.data.preview import inspect_data, preview_data, preview_evaluation
-from shardwise.data.reading.chat_files import conversations_of_file, conversations_of_table
-from shardwise.data.reading.dataset_tables import DataSet
-from shardwise.data.samples.batch import IGNORE
+from shardwise.data.reading.chat_files import conversations_of_file
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 from tests.unit.data import small_runs
-from tests.unit.data.small_runs import batches_of, refusal, saved_tokenizer
+from tests.unit.data.small_runs import refusal, saved_tokenizer
 
 GOOD = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."}]
-SYSTEM = {"role": "system", "content": "Be kind."}
 CHAT = {"format": "chat", "split": "1,0"}
 
 
@@ -67,27 +64,11 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
     assert " KiB of messages, 19" in data.summary
     assert "40% of them in answers, vocabulary 320; 8 conversations cut at train.sequence_length + 1" in data.summary
     assert theirs.eos_token == "<|im_end|>"
-    assert prepare_data(config(eval_every=1), tmp_path).fingerprint == data.fingerprint
-
-
-def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path) -> None:
+    shutil.copytree(data.tokenizer_path, tmp_path / "checkpoint")
     built: list[str] = []
-    trained = prepare_data(config(), tmp_path / "cache", announce=built.append)
-    shutil.copytree(trained.tokenizer_path, tmp_path / "checkpoint")
-    named = config(dataset="chat", tokenizer=str(tmp_path / "checkpoint"))
-    evaluated = prepare_data(named, tmp_path / "cache", announce=built.append)
-    assert len(built) == 1
-    assert prepare_data(named, tmp_path / "other").fingerprint == evaluated.fingerprint == trained.fingerprint
-
-
-def test_targets_are_the_answers_and_the_tokens_that_end_them(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(prepare_data(config(), tmp_path).tokenizer_path)
-    targets = batches_of(config(), tmp_path).global_batch(0, 8).inputs["targets_SB"]
-    learned = tokenizer.decode(targets.T[targets.T != IGNORE])
-    answers = learned.split("<|im_end|>")
-    assert answers.pop() == ""
-    assert all(answer[0].isupper() and answer[-1] in ".!" for answer in answers)
-    assert not {"<|im_start|>", "user", "assistant", "?"} & set(learned.split())
+    for named in (config(eval_every=1), config(dataset="chat", tokenizer=str(tmp_path / "checkpoint"))):
+        assert prepare_data(named, tmp_path, announce=built.append).fingerprint == data.fingerprint
+    assert built == [], "a later training and an evaluation open what the first training has prepared"
 
 
 def test_the_tokenizer_of_a_model_gets_a_template(tmp_path: Path) -> None:
@@ -128,12 +109,7 @@ LINES = {
     '{"messages": [{"role": "user", "content": "a"}]}': "must have a message of the role assistant, whose text is "
     "learned, and its roles are user: remove it",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "all of them have the weight 0, or are in",
-    '{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}': "messages.0.weight (2) must be 0 or 1",
-    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "and it is list of others: mend",
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}': "and it is list of others: mend",
-    '{"prompt": "a", "completion": 1}': "the field 'completion' must hold a list of messages, each with a role and a",
-    '{"conversations": [{"from": "bot", "value": "a"}]}': "line 2: conversations.0 has the role 'bot', and it must be",
-    '{"messages": [{"role": "assistant", "content": "a"}], "tools": "["}': "'tools' must hold a list of objects, or",
     '{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}': "'tools' must hold a list of objects",
     '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': "must be without",
     '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",
@@ -162,7 +138,6 @@ def test_empty_conversations_are_left_out_and_counted(tmp_path: Path, base: str)
 
 
 ROWS = {
-    "messages": {"messages": GOOD},
     "ShareGPT": {"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "A model."}]},
     "completion": {"prompt": GOOD[:1], "completion": GOOD[1:]},
     "texts": {"prompt": "Who are you?", "completion": "A model."},
@@ -171,8 +146,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "jsonl") for name in ROWS), ("weight", "parquet"), ("prompt", "datasets")]
+)
 def test_rows_of_all_kinds_have_the_same_targets(tmp_path: Path, base: str, name: str, form: str) -> None:
     path = str(tmp_path / "rows")
     if form == "jsonl":
@@ -195,18 +171,6 @@ def test_rows_of_all_kinds_have_the_same_targets(tmp_path: Path, base: str, name
     assert tokenizer.decode(chats.tokens).count("A model.") == 1 + is_long
 
 
-def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, base: str) -> None:
-    row = {"messages": [{**GOOD[0], "name": "Ann"}, GOOD[1]], "tools": [{"name": "weather"}], "id": 3}
-    path = written(tmp_path / "chat.jsonl", row, row)
-    settings = config(path=path, tokenizer=base, **CHAT)
-    text = "neither the chat template nor the training reads the fields id, name and tools"
-    assert f"; {text}" in dict(preview_data(settings).rows)["data"]
-    told: list[str] = []
-    data = prepare_data(settings, tmp_path / "cache", announce=told.append)
-    assert [line for line in told if "warning" in line] == [f"warning: {path}: {text}"]
-    assert f"; {text}" in data.summary
-
-
 def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     """A table has each field of any row in all rows."""
     calls = [[{"name": "a", "arguments": {"city": "Ulm"}}], [{"name": "b", "arguments": {"days": 3}}]]
@@ -218,55 +182,8 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
         conversations_of_file(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl")
     )
     assert [chat.messages for _, chat in of_table] == [chat.messages for _, chat in of_lines]
-
-
-def test_values_of_several_types_in_a_table_are_those_of_lines(tmp_path: Path) -> None:
-    """The library stores them as JSON: contents that are texts or parts, and calls with several arguments."""
-    content: Any = [{"type": "text", "text": 'A "model".'}]
-    call = {"name": "a", "arguments": {"city": "Ulm", "day": None}}
-    texts = ["No.\n", "42", "true", "null", "[1, 2]", '{"a": 1}', "[]"]
-    answers = [{"role": "assistant", "content": each} for each in (content, *texts)]
-    called = [{**answer, "tool_calls": [call]} for answer in answers]
-    for number, rows in enumerate(
-        ([{"messages": [GOOD[0], answer]} for answer in given]) for given in (answers, called)
-    ):
-        saved = pytest.importorskip("datasets").Dataset.from_list(rows, on_mixed_types="use_json")
-        saved.save_to_disk(tmp_path / f"{number}")
-        saved.to_parquet(tmp_path / f"{number}.parquet")
-        written(tmp_path / f"{number}.jsonl", *rows)
-        lines = [chat.messages for _, chat in conversations_of_file(tmp_path / f"{number}.jsonl", "jsonl", "messages")]
-        of_file = conversations_of_file(tmp_path / f"{number}.parquet", "parquet", "messages")
-        of_folder = conversations_of_table(DataSet.open(config(path=str(tmp_path / f"{number}"), **CHAT).data))
-        assert [chat.messages for _, chat in of_file] == [chat.messages for _, chat in of_folder] == lines
-
-
-def test_rows_of_parquet_are_read_as_lines(tmp_path: Path, base: str) -> None:
-    table = pytest.importorskip("pyarrow").table({"talk": (chats := [GOOD, [SYSTEM, *GOOD]]), "id": [1, 2]})
-    for name in ("lines", "rows"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "README.md").write_text("Conversations.\n")
-    written(tmp_path / "lines/a.jsonl", *[{"talk": chat} for chat in chats])
-    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows/a.parquet")
-    keys = {"text_key": "talk", "tokenizer": base, **CHAT}
-    lines, rows = (prepare_data(config(path=str(tmp_path / name), **keys), tmp_path) for name in ("lines", "rows"))
-    assert rows.fingerprint == lines.fingerprint
-    with pytest.raises(DataError, match=r"has no column 'messages': set data\.text_key to .* \(talk and id\)"):
-        prepare_data(config(path=str(tmp_path / "rows"), format="chat", tokenizer=base), tmp_path)
-
-
-def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path, base: str) -> None:
-    Path(base, CHAT_TEMPLATE).write_text("{{ raise_exception('no system') if messages[0].role == 'system' else '' }}a")
-    path = written(tmp_path / "chat.jsonl", "", {"messages": [SYSTEM, *GOOD]})
-    with pytest.raises(DataError, match=r"chat\.jsonl: line 2: the chat template in .* refuses .* no system"):
-        prepare_data(config(path=path, format="chat", tokenizer=base), tmp_path)
-
-
-def test_a_mixture_gives_the_same_inputs_of_text_and_conversations(tmp_path: Path) -> None:
-    mixture = {"chat": {"dataset": "chat", "weight": 0.5}, "tiny": {"dataset": "tiny", "weight": 0.5}}
-    inputs = batches_of(config(mixture=mixture), tmp_path).global_batch(0, 8).inputs
-    assert inputs.keys() == {"ids_SB", "targets_SB", "positions_SB", "starts_SB"}
-    is_whole = (inputs["targets_SB"] != IGNORE).all(axis=0)
-    assert is_whole.sum() == 4
+    with pytest.raises(DataError, match=r"has no column 'talk': set data\.text_key to .* \(messages\)"):
+        list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
 
 
 def test_an_evaluation_set_of_conversations_has_each_answer_once(
@@ -283,18 +200,6 @@ def test_an_evaluation_set_of_conversations_has_each_answer_once(
     glanced = preview_evaluation(settings.with_keys(checkpoint={"load": "runs/base"}))
     assert not glanced.problems
     assert glanced.rows[0][1].startswith(f"{path}: conversations, 1 file")
-
-
-def test_answers_that_a_template_rewrites_are_counted(tmp_path: Path, base: str) -> None:
-    # Only the last message has its text.
-    template = "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}"
-    prompt = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    Path(base, CHAT_TEMPLATE).write_text(template + prompt)
-    path = written(tmp_path / "chat.jsonl", {"messages": [*GOOD, *GOOD, *GOOD]}, {"messages": GOOD})
-    told: list[str] = []
-    data = prepare_data(config(path=path, tokenizer=base, **CHAT), tmp_path / "cache", announce=told.append)
-    assert "; 2 answers not learned: the chat template rewrites an answer once messages follow" in data.summary
-    assert [line for line in told if line.startswith(f"warning: 2 answers of {path} not learned: ")] == told[-1:]
 
 
 def test_a_look_shows_what_is_trained_on(tmp_path: Path, base: str) -> None:

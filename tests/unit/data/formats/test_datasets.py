@@ -5,7 +5,6 @@ import re
 import sys
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -102,52 +101,12 @@ def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
     assert list((tmp_path / "cache/tokens").iterdir()) == [entry]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        datasets.List(datasets.Value("int32")),
-        datasets.LargeList(datasets.Value("uint16")),
-        datasets.List(datasets.Value("int16"), length=40),
-        datasets.List(datasets.Value("int64")),
-    ],
-    ids=["list", "large", "fixed", "int64"],
-)
-def test_kinds_of_columns_and_parts_by_weight(kind: Any, tmp_path: Path) -> None:
-    rows = ROWS if getattr(kind, "length", -1) == -1 else [row[:40] for row in ROWS]
-    table = datasets.Dataset.from_dict({"tokens": rows}, features=datasets.Features({"tokens": kind}))
-    table.save_to_disk(tmp_path / "saved")
-    data = prepared(tmp_path / "saved", text_key="tokens", split="80,20")
-    held = data.tokens["eval"].tolist()
-    chosen = [row for row in rows if any(held[at : at + len(row)] == row for at in range(len(held)))]
-    assert [*chain(*chosen)] == held, "whole rows are held out"
-    assert 0.15 < len(held) / sum(map(len, rows)) <= 0.2
-    assert data.tokens["train"].tolist() == [*chain(*(row for row in rows if row not in chosen))]
-
-
-def test_one_long_row_holds_its_end_out(tmp_path: Path) -> None:
-    data = prepared(saved_rows(tmp_path / "saved", input_ids=[JOINED]), split="90,10")
-    assert data.tokens["train"].tolist() + data.tokens["eval"].tolist() == JOINED
-    assert len(data.tokens["eval"]) == len(JOINED) // 10
-
-
 def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]
     assert prepared(text).fingerprint == prepared(text).fingerprint
     assert "has no column 'other'" in failure(text, text_key="other")
-
-
-def test_a_damaged_cache_of_the_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builder = SimpleNamespace(
-        cache_dir=str(tmp_path),
-        download_and_prepare=lambda: None,
-        as_dataset=lambda: {"train": SimpleNamespace(data=SimpleNamespace(table=[1]))},
-        info=SimpleNamespace(splits={"train": SimpleNamespace(num_examples=2)}),
-    )
-    monkeypatch.setattr(_HubTables, "_builder", lambda *_: builder)
-    with pytest.raises(DataError, match=rf"the cache of datasets \({tmp_path}\) is damaged: remove this folder"):
-        _HubTables("acme/tiny", None, tmp_path).load()
 
 
 def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,28 +165,21 @@ def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_p
     assert failure(path).startswith(f"{path / 'dataset_dict.json'} must name what lies in its own folder: '{outside}'")
 
 
-@pytest.mark.parametrize("address", ["{}en/train.parquet", "zip://texts/a.jsonl::{}texts.zip"])
-def test_a_card_names_files_of_its_repository(address: str) -> None:
-    place = "hf://datasets/acme/tiny@0123/"
-    _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, {"train": [address.format(place)]})
-
-
 @pytest.mark.parametrize(
     "address",
     [
-        "/etc/passwd",
         "https://example.org/train.parquet",
         "{}../other@main/train.parquet",
-        "{}/etc/passwd",
         "zip://../a.jsonl::{}texts.zip",
         "/tmp/{}a.parquet",
     ],
 )
 def test_a_card_names_no_file_outside_of_its_repository(address: str) -> None:
     place = "hf://datasets/acme/tiny@0123/"
-    named = address.format(place)
+    tables, named = _HubTables("acme/tiny", None, Path("0123")), address.format(place)
+    tables._require_own_files(place, {"train": [f"{place}en/a.parquet", f"zip://texts/a.jsonl::{place}texts.zip"]})
     with pytest.raises(DataError, match=rf"its card names {re.escape(named)}: set data\.path"):
-        _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, {"train": [f"{place}a.parquet", named]})
+        tables._require_own_files(place, {"train": [f"{place}a.parquet", named]})
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:
@@ -236,12 +188,8 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-1000])
     assert failure(path).startswith(f"{file} is cut off or damaged (")
-    file.unlink()
-    assert failure(path) == f"{file} cannot be read: No such file or directory"
     (path / "state.json").write_text("{}", encoding="utf-8")
     assert failure(path) == f"{path}/state.json must list the data set's files: save it again"
-    (path / "state.json").write_text("{", encoding="utf-8")
-    assert failure(path).startswith(f"{path}/state.json is no JSON (")
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits/dataset_dict.json").write_text('{"splits": []}', encoding="utf-8")
     assert failure(tmp_path / "splits") == (

@@ -1,9 +1,6 @@
 """Data sets of the hub: fetched and tokenized once, whoever starts."""
 
 import io
-import json
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +27,6 @@ configs:
 """
 
 
-CHATS = [[{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text}] for text in TEXTS[:60]]
-
-
 def parquet(texts: list[str]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table({"text": texts}), file)
@@ -47,14 +41,6 @@ FILES = {
         "en/validation.parquet": parquet(TEXTS[80:]),
         "de/all.parquet": parquet(TEXTS[:10]),
     },
-    "chat": {
-        ".gitattributes": b"",
-        "train.jsonl": b"".join(json.dumps({"messages": messages}).encode() + b"\n" for messages in CHATS),
-    },
-    "plain": {
-        ".gitattributes": b"",
-        "data.jsonl": b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS),
-    },
 }
 
 CALL = """
@@ -66,45 +52,36 @@ from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from tests.unit.data.small_runs import sized
 
-root, at_once, jobs = json.loads(sys.argv[1])
+root, jobs = json.loads(sys.argv[1])
 
-def one(results, barrier, keys):
+def one(results, keys):
     os.environ.update({name: keys.pop(name) for name in list(keys) if name.isupper()})
-    barrier.wait()
     said = []
     try:
         config = sized(512, 64, 0, **keys)
         fetch_dataset(config.data, said.append)
         data = prepare_data(config, Path(root), announce=said.append)
         parts = {part: data.beginning(part, 10**9) for part in ("train", "eval", "test")}
-        results.put({"parts": parts, "summary": data.summary, "said": said, "torch": "torch" in sys.modules})
+        results.put({"parts": parts, "summary": data.summary, "said": said})
     except ConfigError as error:
         results.put({"problems": error.problems, "said": said})
 
 context = multiprocessing.get_context("fork")
-results, barrier, found = context.Queue(), context.Barrier(len(jobs) if at_once else 1), []
-for group in [jobs] if at_once else [[job] for job in jobs]:
-    processes = [context.Process(target=one, args=(results, barrier, job)) for job in group]
-    for process in processes:
-        process.start()
-    found += [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+results, found = context.Queue(), []
+for job in jobs:
+    process = context.Process(target=one, args=(results, job))
+    process.start()
+    found.append(results.get())
+    process.join()
+    assert process.exitcode == 0
 print(json.dumps(found))
 """
 
 
-COLD = (sys.executable, "-W", "ignore:.*fork:DeprecationWarning")
-"""A Python of its own, and not one that has imported torch already."""
-
-
 class User(HubUser):
-    def prepare(self, *jobs: dict[str, Any], at_once: bool = False, **options: Any) -> list[dict[str, Any]]:
-        """What came of each, one after another or `at_once`; in `jobs` are keys of `data`, and variables."""
-        found: list[dict[str, Any]] = self.call(CALL, [str(self.at / "cache"), at_once, jobs], **options)
-        if options.get("python") == COLD:
-            assert not any(each.get("torch") for each in found), "the launcher has no torch, and no time for it"
+    def prepare(self, *jobs: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+        """What came of each, one after another; in `jobs` are keys of `data`, and variables."""
+        found: list[dict[str, Any]] = self.call(CALL, [str(self.at / "cache"), jobs], **options)
         return found
 
 
@@ -161,12 +138,6 @@ def test_of_a_loading_script_the_hubs_conversion_is_read(tmp_path: Path) -> None
         "data.dataset (acme/tiny@main) is a loading script, and the hub converts that of the main branch alone: leave "
         "out @main",
     ]
-    with serve({"main": SCRIPT}) as site:
-        (alone,) = User(tmp_path / "alone", site).prepare(jobs[0])
-    assert problem(alone) == (
-        "data.dataset (acme/tiny) is a loading script, which is not run, and the hub has no parquet files of it "
-        "(refs/convert/parquet): set data.path to a copy of its data"
-    )
 
 
 @pytest.fixture
@@ -174,71 +145,7 @@ def user(tmp_path: Path, site: Site) -> User:
     return User(tmp_path, site)
 
 
-def built(found: list[dict[str, Any]]) -> int:
-    return sum("once, then cached in" in line for each in found for line in each["said"] if "preparing" in line)
-
-
-@pytest.mark.slow
-def test_four_at_once_fetch_and_build_once(user: User, site: Site) -> None:
-    job = {"dataset": "acme/tiny", "config": "en", "split": "train,validation"}
-    first = user.prepare(*[job] * 4, at_once=True, python=COLD)
-    assert built(first) == 1
-    assert len({json.dumps(each["parts"]) for each in first}) == 1
-    data = [name for name in site.fetched if name.endswith(".parquet")]
-    assert sorted(data) == ["en/train-0.parquet", "en/train-1.parquet", "en/validation.parquet"], "each once, no other"
-    assert first[0]["summary"].startswith("acme/tiny en: ")
-    assert ", 100 documents, " in first[0]["summary"]
-
-    (entry,) = (user.at / "cache/tokens").iterdir()
-    (entry / "train.bin").write_bytes((entry / "train.bin").read_bytes()[:-100])
-    again = user.prepare(*[job] * 4, at_once=True)
-    assert built(again) == 1, "the damaged entry is built again, by one"
-    assert {json.dumps(each["parts"]) for each in again} == {json.dumps(first[0]["parts"])}
-    assert [name for name in site.fetched if name.endswith(".parquet")] == data, "nothing is fetched again"
-
-
-@pytest.mark.slow
-def test_conversations_are_those_of_a_file_with_the_same_lines(user: User, tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_bytes(FILES["chat"]["train.jsonl"])
-    hub_id = {"path": None, "dataset": "acme/tiny@chat", "format": "chat"}
-    named = {**hub_id, "split": "train,validation"}
-    here = {"dataset": None, "path": str(file), "format": "chat"}
-    sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
-    mixed = {"dataset": None, "mixture": sources, "stages": [{"at": 1, "weights": {"own": 1}}]}
-    fetched, again, local, refused, mixture = user.prepare(hub_id, hub_id, here, named, mixed)
-    assert fetched["parts"] == local["parts"]
-    assert "acme/tiny@chat: " in fetched["summary"]
-    assert "60 conversations" in fetched["summary"]
-    assert again["said"] == []
-    said = problem(refused)
-    assert said.endswith("must be weights such as 95,5 where data.dataset (acme/tiny@chat) is conversations")
-    assert "en: acme/tiny en: " in mixture["summary"], "sources of a mixture are fetched"
-
-
-@pytest.mark.slow
-def test_a_table_in_the_cache_that_is_cut_off_is_named(user: User) -> None:
-    """The library looks at a table's beginning alone."""
-    job = {"dataset": "acme/tiny@plain", "split": "1,0"}
-    user.prepare(job)
-    (file,) = (user.at / "hf").glob("datasets/**/*.arrow")
-    file.resolve().write_bytes(file.read_bytes()[:-1000])
-    shutil.rmtree(user.at / "cache")
-    (again,) = user.prepare(job)
-    assert "is damaged: remove this folder" in problem(again)
-
-
-def test_a_rank_and_a_user_without_network_use_the_cache(user: User, site: Site) -> None:
-    job = {"dataset": "acme/tiny", "config": "de"}
-    (first,) = user.prepare(job)
-    asked = len(site.requests)
-    again, other, unknown = user.prepare(job, job | {"config": "en"}, {"dataset": "acme/other"}, HF_HUB_OFFLINE="1")
-    assert (again["parts"], again["said"], len(site.requests)) == (first["parts"], [], asked)
-    assert problem(other).startswith("data.dataset (acme/tiny) cannot be loaded at commit ")
-    assert "HF_HUB_OFFLINE is set, and the cache" in problem(unknown)
-
-
-def test_what_the_hub_refuses(user: User, site: Site) -> None:
+def test_what_the_hub_refuses_and_what_the_cache_serves_without_network(user: User, site: Site) -> None:
     page = f"{site.address}/datasets/acme"
     account = f"set HF_TOKEN to a token of that account ({site.address}/settings/tokens)"
     cases = {
@@ -250,8 +157,8 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
         f"{page}/tiny",
         "acme/tiny": "data.config must name a configuration of acme/tiny: en or de",
         "acme/tiny fr": "data.config (fr) must name a configuration of acme/tiny: en or de",
-        "acme/tiny en train,test": "data.split (train,test) must name splits of data.dataset (acme/tiny en): it has "
-        "train and validation",
+        "acme/tiny de train,test": "data.split (train,test) must name splits of data.dataset (acme/tiny de): it has "
+        "train",
         "./wiki": "data.dataset (./wiki) must be stories, python, tiny or chat or a hub id, and a path is named by "
         "data.path: a hub id reads owner/name, of letters, digits, '-', '_' and '.'",
         "acme/tiny@": "data.dataset (acme/tiny@) must have a branch, tag or commit after @, or no @",
@@ -259,11 +166,19 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
         "again later",
     }
     jobs = [dict(zip(("dataset", "config", "split"), case.split(), strict=False)) for case in cases]
-    own = {"dataset": "acme/gated", "config": "de", "HF_TOKEN": TOKEN}
-    *refused, near, allowed = user.prepare(*jobs, {"dataset": "pyton"}, own)
+    own, job = {"dataset": "acme/gated", "config": "de", "HF_TOKEN": TOKEN}, {"dataset": "acme/tiny", "config": "de"}
+    sources = {"far": {"dataset": "acme/tiny", "config": "de", "weight": 1}, "own": {"dataset": "tiny"}}
+    mixed = {"dataset": None, "mixture": sources, "stages": [{"at": 1, "weights": {"own": 1}}]}
+    *refused, near, allowed, mixture, first = user.prepare(*jobs, {"dataset": "pyton"}, own, mixed, job)
     assert [problem(each) for each in refused] == [*cases.values()]
     assert problem(near).endswith("; did you mean data.dataset=python?")
     assert ", 10 documents, " in allowed["summary"]
+    assert "far: acme/tiny de: " in mixture["summary"], "sources of a mixture are fetched"
+    asked = len(site.requests)
+    again, other, unknown = user.prepare(job, job | {"config": "en"}, {"dataset": "acme/other"}, HF_HUB_OFFLINE="1")
+    assert (again["parts"], again["said"], len(site.requests)) == (first["parts"], [], asked)
+    assert problem(other).startswith("data.dataset (acme/tiny) cannot be loaded at commit ")
+    assert "HF_HUB_OFFLINE is set, and the cache" in problem(unknown)
 
 
 STREAMED = """
@@ -274,7 +189,7 @@ from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.samples.text_stream import StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer
-from tests.unit.data.samples.test_streaming import config
+from tests.unit.data.samples.test_text_stream import config
 
 root, tokenizer, keys = json.loads(sys.argv[1])
 chosen = config(None, Path(tokenizer), buffer=20, **keys)

@@ -1,6 +1,5 @@
 """BERT's HDF5 shards: every row of every shard, in any layout; which files are meant; what is refused, and how."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,11 @@ from shardwise.config import Config
 from shardwise.data.formats.hdf5 import _PreparedShards
 from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
 from shardwise.data.open_data import data_format_of, prepare_data
-from shardwise.data.reading import hdf5_files
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.sentence_pairs import SentencePairBatches, ShardBatches
-from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.samples.sentence_pairs import ShardBatches
 from tests.unit.data import small_runs
-from tests.unit.data.formats.test_megatron import TEXT
-from tests.unit.data.formats.test_pairs_of_text import config as pairs_config
 from tests.unit.data.hdf5_shards import arrays, write
-from tests.unit.data.small_runs import batches_of, refusal, refusals, saved_tokenizer
+from tests.unit.data.small_runs import batches_of, refusal, refusals
 
 ARRAYS = (arrays(5), arrays(1, first=5, predictions=6), arrays(9, first=6))
 
@@ -84,45 +79,17 @@ def test_samples_are_those_of_the_definition(folder: str) -> None:
     assert batch.counts.tolist() == [sum(int((each != IGNORE).sum()) for each in expected), 15]
 
 
-def test_the_first_zero_ends_the_list(tmp_path: Path) -> None:
-    found = arrays(1)
-    found["masked_lm_positions"][0], found["masked_lm_ids"][0] = [3, 0, 9, 999], [7, 8, 9, -1]
-    batch = all_of(write(tmp_path / "a.hdf5", found)).global_batch(0, 1)
-    assert batch.inputs["positions_PB"][:, 0].tolist() == [3, 0, 0, 0]
-    assert batch.inputs["targets_PB"][:, 0].tolist() == [7, IGNORE, IGNORE, IGNORE]
-    assert batch.counts.tolist() == [1, 1]
-
-
-def test_inputs_are_those_of_sentence_pairs(folder: str, tmp_path: Path) -> None:
-    batches, pairs = all_of(folder), batches_of(pairs_config(), tmp_path)
-    assert isinstance(pairs, SentencePairBatches)
-    assert batches.objectives == pairs.objectives
-    shapes = [[(name, array.ndim) for name, array in each.blank(4).inputs.items()] for each in (batches, pairs)]
-    assert shapes[0] == shapes[1]
-
-
-def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = numbers(all_of(folder).global_batch(0, 15))
-    monkeypatch.setattr(hdf5_files, "_SHARDS_KEPT", 1)
-    batches = all_of(folder)
-    assert batches.shards._arrays.cache_info().currsize == 0, "mapped when they are read"
-    assert numbers(batches.global_batch(0, 15)) == expected
-    assert batches.shards._arrays.cache_info().currsize == 1
-
-
 def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     one = f"{folder}/wiki_training_0.hdf5"
     for path, samples in ((folder, 15), (one, 5), (f"{folder}/*_training_[02].hdf5", 14), (f"{folder}/wiki*", 18)):
-        for form in ("auto", "hdf5"):
-            chosen = config(path, format=form, split="1,0")
-            assert data_format_of(chosen.data).name == "hdf5"
-            assert prepare_data(chosen, tmp_path / "cache").count("train") == samples * 16
+        chosen = config(path, split="1,0")
+        assert data_format_of(chosen.data).name == "hdf5"
+        assert prepare_data(chosen, tmp_path / "cache").count("train") == samples * 16
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("text")
     for path in (str(tmp_path / "text"), str(tmp_path / "text" / "*.txt"), "x" * 5000, "none"):
         assert data_format_of(config(path).data).name == "text"
     assert data_format_of(config(one, format="text").data).name == "text"
-    assert data_format_of(small_runs.config().data).name == "text"
     plain = Path(write(tmp_path / "plain", arrays(2)))
     assert prepare_data(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
 
@@ -145,19 +112,6 @@ def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
             assert numbers(batch) == list(rows)
 
 
-def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Path) -> None:
-    def summary(**data: object) -> str:
-        return prepare_data(config(folder, split="2,1", **data), tmp_path).summary
-
-    ending = "10 training and 5 evaluation samples of 16 tokens, masked when they were made, at most 6 each"
-    plain = summary()
-    assert plain.startswith(f"{folder}: ")
-    assert plain.endswith(f", 3 shards, {ending}")
-    assert summary(max_predictions=6) == plain
-    unused = "data.max_predictions (5) and data.masked_fraction (0.3) not used, as shards have their masks"
-    assert summary(max_predictions=5, masked_fraction=0.3) == f"{plain}; {unused}"
-
-
 def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
     def fingerprint(path: str, split: str = "2,1", **data: object) -> str:
         return prepare_data(config(path, split=split, **data), tmp_path / "cache").fingerprint
@@ -171,14 +125,6 @@ def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path)
         file["input_ids"][8, 3] += 1
     others = [fingerprint(folder, "1,1"), fingerprint(copy), fingerprint(f"{folder}/*_training_[02].hdf5")]
     assert len({first, *others}) == 4
-
-
-def test_a_tokenizer_is_kept(folder: str, tmp_path: Path) -> None:
-    tokenizer = saved_tokenizer(tmp_path / "tokenizer", TEXT, 290, pairs=True)
-    data = prepare_data(config(folder, tokenizer=tokenizer), tmp_path / "cache")
-    assert Tokenizer.load(data.tokenizer_path).vocab_size == 290
-    said = refusal(config(folder, tokenizer=str(tmp_path / "none")), tmp_path / "cache")
-    assert re.search(r"data\.tokenizer .*must be a tokenizer.s file or folder", said)
 
 
 def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
@@ -226,18 +172,6 @@ def test_a_value_that_no_model_reads_is_named_when_it_is_read(
         batches.global_batch(0, 8)
     assert str(caught.value).startswith(f"{path}: row 6: {text}")
     assert batches.collate(np.arange(5), np.zeros(5, np.int64), np.arange(5)).counts[1] == 5, "the others are read"
-
-
-def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    path = Path(write(tmp_path / "a.hdf5", arrays(200), compression="gzip"))
-    with h5py.File(path) as file:
-        chunk = file["input_ids"].id.get_chunk_info(0)
-    content = bytearray(path.read_bytes())
-    content[chunk.byte_offset : chunk.byte_offset + 8] = b"\xff" * 8
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.hdf5 cannot be read \(.*\): it is damaged, copy it"):
-        all_of(str(path))
-    assert not list((tmp_path / "cache" / "shards").glob("*")), "a part of it is left in the cache"
 
 
 def test_without_h5py_one_sentence_says_how_to_get_it(

@@ -9,13 +9,11 @@ import pytest
 
 from shardwise.data.formats.megatron import _PreparedDocuments
 from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
-from shardwise.data.open_data import data_format_of, prepare_data
+from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.rows import part_bounds
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
-from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.small_runs import batches_of, config, refusals, saved_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
@@ -29,13 +27,7 @@ def write(prefix: Path, documents: int = 40, first: int = 0, sentences: int = 1)
     return str(prefix)
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> str:
-    return saved_tokenizer(tmp_path / "tokenizer", TEXT, 280)
-
-
-@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
-@pytest.mark.parametrize("form", ["auto", "megatron"])
+@pytest.mark.parametrize(("ending", "form"), [("", "auto"), (".bin", "auto"), (".idx", "megatron")])
 def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "data")
     data = prepare_data(config(path=prefix + ending, format=form), tmp_path / "cache")
@@ -46,16 +38,6 @@ def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     assert data.beginning("test", 3) == []
     assert data.summary == f"{prefix}{ending}: 800 B, 40 documents, 380 training and 20 evaluation tokens"
     assert not (tmp_path / "cache").exists(), "nothing is copied"
-
-
-def test_text_stays_text(tmp_path: Path) -> None:
-    write(tmp_path / "data")
-    (tmp_path / "data").mkdir()
-    assert data_format_of(config(path=str(tmp_path / "data")).data).name == "text"
-    assert data_format_of(config(path=str(tmp_path / "data"), format="megatron").data).name == "megatron"
-    assert data_format_of(config(path=str(tmp_path / "data.bin"), format="text").data).name == "text"
-    assert data_format_of(config(path="x" * 5000).data).name == "text", "whoever opens it says what is wrong"
-    assert data_format_of(config().data).name == "text"
 
 
 @pytest.mark.parametrize(
@@ -121,14 +103,6 @@ def test_a_blend(tmp_path: Path) -> None:
     assert not np.array_equal(ids_SB[:, ::2], ids_SB[:, 1::2]), "the same data twice go in two orders"
 
 
-def test_what_holds_no_evaluation_sample_is_left_out_of_it(tmp_path: Path) -> None:
-    large, small = write(tmp_path / "a", 100), write(tmp_path / "b", 8, first=200)
-    chosen = config(blend=[1, large, 1, small], eval_every=1)
-    assert isinstance(batches_of(chosen, tmp_path / "cache", "eval"), TokenBatches)
-    first, _ = refusals(config(blend=[1, small, 1, small], eval_every=1), tmp_path / "cache")
-    assert "the evaluation part of data.blend" in first
-
-
 def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     one, copy = write(tmp_path / "a"), write(tmp_path / "copy" / "a")
@@ -145,21 +119,6 @@ def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
     ]
     assert len(set(found)) == len(found)
     assert prepare_data(config(path=copy), tmp_path / "cache").fingerprint == found[0]
-
-
-def test_a_tokenizer_is_kept_and_mended(tmp_path: Path, tokenizer: str) -> None:
-    chosen = config(path=write(tmp_path / "data"), tokenizer=tokenizer)
-    data = prepare_data(chosen, tmp_path / "cache")
-    assert data.vocab_size == 280
-    assert data.tokenizer_path.is_relative_to(tmp_path / "cache")
-    file = data.tokenizer_path / "tokenizer.json"
-    assert Tokenizer.load(data.tokenizer_path).vocab_size == 280
-    content, inode = file.read_bytes(), file.stat().st_ino
-    assert prepare_data(chosen, tmp_path / "cache").tokenizer_path == data.tokenizer_path
-    assert file.stat().st_ino == inode
-    file.write_bytes(content[:100])
-    prepare_data(chosen, tmp_path / "cache")
-    assert file.read_bytes() == content
 
 
 def test_sentence_pairs_of_split_sentences(tmp_path: Path) -> None:

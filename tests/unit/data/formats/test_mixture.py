@@ -113,17 +113,6 @@ def test_an_evaluation_has_all_sources_that_hold_samples_out(place: Path) -> Non
     assert data.count("eval") == sum(source.count("eval") for source in data.sources.values())
 
 
-def test_the_order_of_a_source_depends_on_no_other(place: Path) -> None:
-    few = {name: source for name, source in four_sources(place).items() if name in ("lines", "rows")}
-    both = [
-        training(config(mixture, tokenizer=str(place / "tokenizer")), place) for mixture in (few, four_sources(place))
-    ]
-    first, second = ([row for row in ids([batches.global_batch(0, 60)]) if row[0] == row[1] >= 250] for batches in both)
-    assert first[: len(second)] == second
-    for batches in both:
-        batches.close()
-
-
 def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place: Path) -> None:
     (place / "more.txt").write_text(TEXT * 40, encoding="utf-8")
     mixture = {"lines": {"path": str(place / "lines.jsonl"), "weight": 1}, "more": {"path": str(place / "more.txt")}}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config
-from shardwise.data.formats.prepared_data import PreparedData, make_batches, make_evaluation_batches
+from shardwise.data.formats.prepared_data import PreparedData, make_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch
@@ -135,12 +135,6 @@ def test_samples_of_each_length_and_split_are_their_own(at: Path, tmp_path: Path
             data = prepare_data(settings, tmp_path)
             for part, texts in parts.items():
                 assert sorted(documents_in(epoch(settings, data, part))) == expected(texts, at, length)
-
-
-def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_path: Path) -> None:
-    settings = config(blend=[1, str(at / "all"), 1, str(at / "few")], split="1,0")
-    parts = make_evaluation_batches(settings, prepare_data(settings, tmp_path), "train").eval_batches(99, 4, 0, 1, 4)
-    assert sorted(piece for part in parts for piece in documents_in(part)) == expected([*TEXTS, *TEXTS[:20]], at)
 
 
 def test_data_without_ends_of_documents_are_refused(at: Path, tmp_path: Path) -> None:

@@ -10,21 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data.formats.prepared_data import PreparedData, make_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.data.rows import PairTokens
-from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.causal import TokenBatches
+from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.distributed.mesh import Mesh
-from shardwise.train.build import build_trainer
-from tests.unit.data.small_runs import batches_of, refusals, sized, stories, text_of
-
-SHARED = Path(__file__).resolve().parents[5] / "shared/data/tokenizers"
+from tests.unit.data.small_runs import batches_of, refusals, sized, stories
 
 
 def config(vocab_size: int = 512, length: int = 64, eval_every: int = 0, **data: Any) -> Config:
@@ -45,15 +39,16 @@ def texts(data: PreparedData, part: str) -> list[list[str]]:
     return [pieces[a:b] for a, b in zip(found.documents, found.documents[1:], strict=False)]
 
 
-def unmasked(batch: Batch, column: int) -> np.ndarray:
-    ids = batch.inputs["ids_SB"][:, column].copy()
-    targets, positions = batch.inputs["targets_PB"][:, column], batch.inputs["positions_PB"][:, column]
-    ids[positions[targets != IGNORE]] = targets[targets != IGNORE]
-    return ids[: batch.inputs["mask_SB"][:, column].sum()]
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the tiny text with its sentences."""
+    root = tmp_path_factory.mktemp("filled")
+    prepare_data(config(), root)
+    return root
 
 
-def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
-    data = prepare_data(config(), tmp_path)
+def test_sentences_are_those_of_the_documents(filled: Path) -> None:
+    data = prepare_data(config(), filled)
     assert data.pair_tokens == PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
     documents = texts(data, "train") + texts(data, "eval")
     assert sorted(documents) == sorted(cut_sentences(story.rstrip()) for story in stories())
@@ -72,42 +67,12 @@ def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
     assert digest.hexdigest()[:16] == "4972519b16f86ad0"
 
 
-def test_pairs_read_like_text(tmp_path: Path) -> None:
-    data = prepare_data(config(length=128), tmp_path)
-    batches = make_batches(config(length=128), data, "train")
-    assert batches.objectives == ("mlm", "nsp")
-    batch = batches.global_batch(0, 64)
-    uncut = 0
-    for column, label in enumerate(batch.inputs["next_sentence_B"].tolist()):
-        ids = unmasked(batch, column)
-        begin, a, b, end = text_of(data, ids).replace("[CLS]", "\x00[SEP]").split("[SEP]")
-        assert (begin, end) == ("\x00", "")
-        if len(ids) < 128:
-            follow = [a + b in story for story in stories()]
-            assert any(follow) == (label == 0)
-            uncut += 1
-    assert uncut > 10
-
-
-def test_the_causal_families_keep_their_tokens(tmp_path: Path) -> None:
-    """The same text, prepared for both, has two entries; that of the causal one is as it was."""
-    pairs, plain = prepare_data(config(), tmp_path), prepare_data(causal(), tmp_path)
-    assert plain.tokenizer_path != pairs.tokenizer_path
-    assert plain.fingerprint[:16] == "ff83a8f05fb395ac"
-    assert plain.tokenizer_path.parent.name == "2c2f673ff01bf521b46c31d65b561e22"
-    assert plain.pair_tokens is None
-    assert not plain.sentences
-    assert isinstance(make_batches(causal(), plain, "train"), TokenBatches)
-
-
-def test_masking_is_as_configured(tmp_path: Path) -> None:
+def test_masking_is_as_configured(filled: Path) -> None:
     for keys, predictions, masked in (
         ({}, 10, 9),  # ⌈0.15 · 64⌉; of at most 61 tokens 9
-        ({"max_predictions": 4}, 4, 4),
-        ({"masked_fraction": 0.5}, 32, 31),
         ({"masked_fraction": 0.5, "max_predictions": 20}, 20, 20),
     ):
-        targets_PB = batches_of(config(**keys), tmp_path).global_batch(0, 32).inputs["targets_PB"]
+        targets_PB = batches_of(config(**keys), filled).global_batch(0, 32).inputs["targets_PB"]
         assert targets_PB.shape == (predictions, 32)
         assert (targets_PB != IGNORE).sum(axis=0).max() == masked
 
@@ -123,23 +88,17 @@ def overwrite(file: Path) -> None:
 DAMAGES = (("train.sentences.bin", overwrite), ("train.documents.bin", truncate), ("eval.sentences.bin", Path.unlink))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        pytest.param(name, damage, marks=() if (name, damage) in DAMAGES else pytest.mark.slow)
-        for name, _ in DAMAGES
-        for _, damage in DAMAGES
-    ],
-)
-def test_damaged_sentences_are_prepared_anew(tmp_path: Path, name: str, damage: Any) -> None:
-    first = prepare_data(config(), tmp_path)
+def test_damaged_sentences_are_prepared_anew(filled: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(filled, tmp_path / "cache"))
+    first = prepare_data(config(), root)
     bounds = np.array(first.sentences["train"].bounds)
-    damage(first.tokenizer_path.parent / name)
     built: list[str] = []
-    second = prepare_data(config(), tmp_path, announce=built.append)
-    assert len(built) == 1
-    assert second.fingerprint == first.fingerprint
-    assert np.array_equal(second.sentences["train"].bounds, bounds)
+    for number, (name, damage) in enumerate(DAMAGES, start=1):
+        damage(first.tokenizer_path.parent / name)
+        second = prepare_data(config(), root, announce=built.append)
+        assert len(built) == number, name
+        assert second.fingerprint == first.fingerprint
+        assert np.array_equal(second.sentences["train"].bounds, bounds)
 
 
 def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
@@ -164,17 +123,8 @@ def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> No
     assert 60 < labels.sum() < 140
 
 
-def test_a_training_without_a_sample_is_refused(tmp_path: Path) -> None:
-    """An evaluation may open text of one document, which has no pair."""
-    (tmp_path / "a.txt").write_text("One sentence.", encoding="utf-8")
-    chosen = config(262, 64, path=str(tmp_path / "a.txt"), dataset=None)
-    data = prepare_data(chosen, tmp_path, any_size=True)
-    with pytest.raises(DataError, match=r"hold less than one sample of train\.sequence_length \(64\): give more text"):
-        build_trainer(chosen, Mesh(device="cpu"), data)
-
-
-def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
-    trained = prepare_data(config(), tmp_path / "a")
+def test_a_users_tokenizer_makes_pairs(filled: Path, tmp_path: Path) -> None:
+    trained = prepare_data(config(), filled)
     own = shutil.copytree(trained.tokenizer_path, tmp_path / "own")
     data = prepare_data(config(600, tokenizer=str(own)), tmp_path / "b")
     assert data.pair_tokens == trained.pair_tokens
@@ -186,25 +136,3 @@ def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
         f"data.tokenizer {without} has no [PAD], [CLS], [SEP] or [MASK]: model.family=bert needs [PAD], "
         "<|endoftext|>, [CLS], [SEP] and [MASK]; other names are read from a tokenizer_config.json beside it"
     )
-
-
-def test_word_pieces(tmp_path: Path) -> None:
-    """A `vocab.txt` alone: read as BERT reads it, and exported so that transformers does too."""
-    if not SHARED.is_dir():
-        pytest.skip(f"needs the tokenizers in {SHARED}")
-    transformers = pytest.importorskip("transformers")
-    chosen = config(30522, tokenizer=str(SHARED / "bert-large-uncased"))
-    data = prepare_data(chosen, tmp_path)
-    assert data.pair_tokens == PairTokens(pad=0, unk=100, cls=101, sep=102, mask=103)
-    assert texts(data, "train")[0][0] == " ".join(texts(data, "train")[0][0].lower().split())
-    theirs = transformers.AutoTokenizer.from_pretrained(data.tokenizer_path)
-    assert theirs.mask_token_id == 103
-    original = transformers.BertTokenizer(str(SHARED / "bert-large-uncased" / "vocab.txt"))
-    text = "Zürich's naïve Café (1999): 日本 won’t wait?"
-    ours = Tokenizer.load(SHARED / "bert-large-uncased" / "vocab.txt")
-    expected = original.convert_tokens_to_ids(original.tokenize(text))
-    assert ours.encode(text).tolist() == expected
-    assert theirs(text)["input_ids"] == [101, *expected, 102]
-    words = text_of(data, unmasked(make_batches(chosen, data, "train").global_batch(0, 16), 0))
-    assert words.startswith("[CLS] ")
-    assert words.count("[SEP]") == 2

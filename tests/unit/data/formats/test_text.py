@@ -6,8 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.os_errors import raises
-from tests.unit.data.small_runs import json_lines, refusal, refusals, sized, stories, text_of
+from tests.unit.data.small_runs import refusals, sized, stories, text_of
 
 
 def config(**data: str | None) -> Config:
@@ -34,8 +33,22 @@ def entry_of(data: PreparedData) -> Path:
     return data.tokenizer_path.parent
 
 
-def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
-    data = prepare_data(config(), tmp_path)
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the tiny text."""
+    root = tmp_path_factory.mktemp("filled")
+    prepare_data(config(), root)
+    return root
+
+
+@pytest.fixture
+def cached(filled: Path, tmp_path: Path) -> Path:
+    """A copy of that cache, which a test may change."""
+    return Path(shutil.copytree(filled, tmp_path / "cache"))
+
+
+def test_tokens_decode_to_the_documents(filled: Path) -> None:
+    data = prepare_data(config(), filled)
     assert data.tokens["train"].dtype == np.uint16
     assert data.vocab_size == 512
     train, held = (text_of(data, data.tokens[part]).split("<|endoftext|>") for part in ("train", "eval"))
@@ -73,14 +86,6 @@ def test_the_second_call_opens_what_the_first_built(tmp_path: Path) -> None:
     assert np.array_equal(itself.tokens["eval"], evaluated.tokens["eval"])
 
 
-def test_the_start_says_how_many_documents_are_empty(tmp_path: Path) -> None:
-    path = json_lines(tmp_path / "a.jsonl", ["", *stories(), ""])
-    said: list[str] = []
-    data = prepare_data(config(dataset=None, path=str(path)), tmp_path / "cache", announce=said.append)
-    assert f"{path}: 2 empty documents left out" in said
-    assert data.fingerprint == prepare_data(config(), tmp_path / "cache").fingerprint
-
-
 def test_fault_13_equal_text_is_equal_data_wherever_and_beside_what_it_lies(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -109,16 +114,6 @@ def test_a_single_file_holds_its_end_out(tmp_path: Path) -> None:
     assert 0.04 < len(held) / len(text) <= 0.051
 
 
-def test_a_users_tokenizer_is_used(tmp_path: Path) -> None:
-    trained = prepare_data(config(), tmp_path / "a")
-    own = str(shutil.copytree(trained.tokenizer_path, tmp_path / "own"))
-    data = prepare_data(sized(100_000, 64, 0, tokenizer=own), tmp_path / "b")
-    assert data.vocab_size == 512
-    assert np.array_equal(data.tokens["train"], trained.tokens["train"])
-    assert "(512) must be at most model.vocab_size (511)" in refusal(sized(511, 64, 0, tokenizer=own), tmp_path / "b")
-    assert not list((tmp_path / "b" / "tokens").glob(".*"))
-
-
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 2)
 
@@ -129,31 +124,26 @@ def alter(file: Path) -> None:
     file.write_bytes(content)
 
 
-DAMAGES = {"truncate": truncate, "alter": alter, "unlink": Path.unlink, "empty": lambda file: file.write_bytes(b"")}
-FILES = ("train.bin", "eval.bin", "manifest.json", "tokenizer/tokenizer.json")
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        pytest.param(name, change, id=f"{name}-{kind}", marks=() if number % 4 in (0, 3) else pytest.mark.slow)
-        for row, name in enumerate(FILES)
-        for number, (kind, change) in enumerate(DAMAGES.items(), start=row)
-    ],
+DAMAGES: tuple[tuple[str, Callable[[Path], object]], ...] = (
+    ("train.bin", truncate),
+    ("train.bin", alter),
+    ("eval.bin", Path.unlink),
+    ("manifest.json", lambda file: file.write_text('{"format": 1}')),
+    ("tokenizer/tokenizer.json", lambda file: file.write_bytes(b"")),
 )
-def test_a_damaged_entry_is_built_anew(tmp_path: Path, name: str, damage: Any) -> None:
-    first = prepare_data(config(), tmp_path)
+
+
+def test_a_damaged_entry_is_built_anew(cached: Path) -> None:
+    first = prepare_data(config(), cached)
     fingerprint, tokens = first.fingerprint, np.array(first.tokens["train"])
-    if damage is alter and name == "manifest.json":
-        (entry_of(first) / name).write_text('{"format": 1}', encoding="utf-8")
-    else:
-        damage(entry_of(first) / name)
     built: list[str] = []
-    second = prepare_data(config(), tmp_path, announce=built.append)
-    assert len(built) == 1
-    assert second.fingerprint == fingerprint
-    assert np.array_equal(second.tokens["train"], tokens)
-    assert [path.name for path in (tmp_path / "tokens").iterdir()] == [entry_of(second).name]
+    for number, (name, damage) in enumerate(DAMAGES, start=1):
+        damage(entry_of(first) / name)
+        second = prepare_data(config(), cached, announce=built.append)
+        assert len(built) == number, name
+        assert second.fingerprint == fingerprint
+        assert np.array_equal(second.tokens["train"], tokens)
+        assert [path.name for path in (cached / "tokens").iterdir()] == [entry_of(second).name]
 
 
 def test_large_files_are_checked_in_blocks_and_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
@@ -208,13 +198,11 @@ def _prepare_at(root: str, barrier: Any, results: Any) -> None:
     results.put((data.fingerprint, int(data.tokens["train"].sum(dtype=np.int64)), len(built)))
 
 
-@pytest.mark.parametrize("damaged", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_many_processes_at_once_build_once(tmp_path: Path, damaged: bool) -> None:
-    if damaged:
-        truncate(entry_of(prepare_data(config(), tmp_path)) / "train.bin")
+def test_processes_at_once_build_a_damaged_entry_once(cached: Path) -> None:
+    truncate(entry_of(prepare_data(config(), cached)) / "train.bin")
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(4), context.Queue()
-    processes = [context.Process(target=_prepare_at, args=(str(tmp_path), barrier, results)) for _ in range(4)]
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_prepare_at, args=(str(cached), barrier, results)) for _ in range(2)]
     for process in processes:
         process.start()
     found = [results.get(timeout=60) for _ in processes]
@@ -256,16 +244,3 @@ def test_a_settled_source_is_not_read_again(tmp_path: Path, monkeypatch: pytest.
     prepare_data(config(), tmp_path)
     monkeypatch.setattr(preparation, "_scan", None)
     prepare_data(config(), tmp_path)
-
-
-def test_torch_is_never_imported(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from shardwise.config import load_config
-from shardwise.data.open_data import prepare_data
-from shardwise.data.request import DataRequest
-prepare_data(load_config("llama2-tiny", []), Path({str(tmp_path)!r}))
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

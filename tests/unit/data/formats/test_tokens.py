@@ -60,16 +60,15 @@ def table(path: Path, rows: list[Any], kind: Callable[[Any], Any], key: str = "i
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "list": lambda pa: pa.list_(pa.int32()),
-    "large": lambda pa: pa.large_list(pa.uint16()),
     "fixed": lambda pa: pa.list_(pa.int64(), 3),
-    "view": lambda pa: pa.list_view(pa.int32()),
     "large view": lambda pa: pa.large_list_view(pa.uint16()),
     "uint64": lambda pa: pa.list_(pa.uint64()),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("key", ["input_ids", "tokens"])
+@pytest.mark.parametrize(
+    ("kind", "key"), [("list", "input_ids"), ("fixed", "tokens"), ("large view", "tokens"), ("uint64", "input_ids")]
+)
 def test_rows_of_parquet(kind: str, key: str, tmp_path: Path) -> None:
     rows = [row[:3] for row in ROWS] if kind == "fixed" else ROWS
     path = table(tmp_path / "a.parquet", rows, KINDS[kind], key)
@@ -81,7 +80,7 @@ def test_rows_of_parquet(kind: str, key: str, tmp_path: Path) -> None:
     assert tokens(path, format="tokens", **keys) == tokens(path, format="parquet", **keys)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "rows"])
+@pytest.mark.parametrize("name", ["a.json.gz", "rows"])
 def test_rows_of_json_lines(name: str, tmp_path: Path) -> None:
     assert tokens(lines(tmp_path / name, [[], *ROWS])) == JOINED
     nested = tmp_path / "nested.jsonl"
@@ -126,8 +125,6 @@ BAD_ROWS = {
     "beyond": ([1, 600], "line 201: token 1 (600) must be in 0 … 511: set model.vocab_size to that of the tokenizer"),
     "negative": ([5, -1], "line 201: token 1 (-1) must be in 0 … 511"),
     "float": ([5, 1.5], "line 201: token 1 (1.5) must be a whole number"),
-    "whole float": ([5.0], "line 201: token 0 (5.0) must be a whole number"),
-    "null": ([None], "line 201: token 0 (null) must be a whole number"),
     "bool": ([True], "line 201: token 0 (true) must be a whole number"),
     "text": ("abc", "line 201: the field 'input_ids' must hold a list of whole numbers, not str (data.text_key)"),
     "huge": ([1 << 63], "line 201: a token (9223372036854775808) must be an id, and has too many digits"),
@@ -153,38 +150,12 @@ def test_rows_that_are_refused(tmp_path: Path) -> None:
     table(path, ROWS, lambda pa: pa.list_(pa.float32()))
     assert refused(path).startswith(f"{path}: the column 'input_ids' holds list<")
     assert "and must hold lists of whole numbers (data.text_key)" in refused(path, text_key="input_ids")
-    path = lines(tmp_path / "a.jsonl", [[0.5, 1.5], *ROWS])
-    assert refused(path).startswith(f"{path}: line 1: token 0 (0.5) must be a whole number")
     path = lines(tmp_path / "cut.jsonl.gz", ROWS)
     path.write_bytes(path.read_bytes()[:-90])
     assert "is cut off or damaged, gzip cannot unpack it" in refused(path)
     path = lines(tmp_path / "b.jsonl", ROWS)
     assert "data.streaming (true) must be false with data.path" in refused(path, streaming=True, tokenizer="gpt2")
     assert "data.split (train,test) must be weights" in refused(path, split="train,test")
-
-
-OTHER_LISTS: dict[str, tuple[list[Any], Callable[[Any], Any]]] = {
-    "bool": ([True, False], lambda pa: pa.list_(pa.bool_())),
-    "list": ([[1, 2], [3]], lambda pa: pa.list_(pa.list_(pa.int64()))),
-    "double": ([0.5], lambda pa: pa.list_(pa.float64())),
-}
-
-
-@pytest.mark.parametrize("key", ["input_ids", "text"])
-@pytest.mark.parametrize("name", OTHER_LISTS)
-def test_lists_of_other_values_are_refused_at_once(name: str, key: str, tmp_path: Path) -> None:
-    """By the sentence that says what they must be, whether or not data.text_key names the column."""
-    row, kind = OTHER_LISTS[name]
-    columns = table(tmp_path / "a.parquet", [row] * 9, kind, key)
-    fields = lines(tmp_path / "a.jsonl", [row] * 9, key)
-    fix = "(data.text_key): write it as a list of integers, or name another"
-    for keys in ({}, {"text_key": key}):
-        said = refused(columns, **keys)
-        assert said.startswith(f"{columns}: the column {key!r} holds list<element: {name}")
-        assert f"and must hold lists of whole numbers {fix}" in said
-        assert f"line 1: token 0 ({json.dumps(row[0])}) must be a whole number {fix}" in refused(fields, **keys)
-    fields = lines(tmp_path / "b.jsonl", [None])
-    assert f"the field 'input_ids' must hold a list of whole numbers, not null {fix}" in refused(fields)
 
 
 def datatrove(folder: Path, name: str, rows: Any, tokenizer: str = "Unknown Tokenizer|2", width: int = 2) -> Path:
@@ -231,14 +202,10 @@ def test_files_of_datatrove_that_are_refused(tmp_path: Path) -> None:
     whole, ends, number = path.read_bytes(), np.fromfile(index, "<u8"), len(JOINED)
     path.write_bytes(whole[:-10])
     assert f"({number - 5} ids of uint16) must have {number}, as a.ds.metadata says: copy it again" in refused(path)
-    path.write_bytes(whole[:-1])
-    assert "must be above 0 and a multiple of 2, for ids of uint16: the file is cut off" in refused(path)
     path.write_bytes(whole)
-    for wrong in (ends[:-1], ends[::-1].copy(), np.append(ends, ends[-1] + 1)):
+    for wrong in (ends[:-1], ends[::-1].copy()):
         wrong.tofile(index)
         assert f"a.ds.index must have the end of each document as 8 bytes, ascending to {number}" in refused(path)
-    index.write_bytes(b"")
-    assert "and it has 0 bytes: copy both files again, or remove the index" in refused(path)
     index.unlink()
     assert tokens(path) == JOINED, "an index is optional"
     assert "needs the id of the token that ends a document" in refused(path, packing="best_fit")
@@ -275,9 +242,6 @@ def test_shards_of_llm_c(tmp_path: Path) -> None:
     (tmp_path / "hellaswag_val.bin").write_bytes(header.tobytes() + half.tobytes())
     assert tokens(f"{tmp_path}/x_train_*.bin") == JOINED
     assert "hellaswag_val.bin holds the questions of an evaluation of llm.c" in refused(tmp_path)
-    header[:2] = 20240520, 2
-    (tmp_path / "x_train_000001.bin").write_bytes(header.tobytes() + half.tobytes())
-    assert "is a shard of llm.c of version 2, and only 1 can be read" in refused(tmp_path / "x_train_000001.bin")
 
 
 def test_arrays_of_tokens(tmp_path: Path) -> None:

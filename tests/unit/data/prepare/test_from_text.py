@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import gzip
 import itertools
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +14,10 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import DataConfig
 from shardwise.data.prepare import disk_room, tokenizing
 from shardwise.data.prepare.from_text import _TextConversion
 from shardwise.data.prepare.output import PreparedOutput
-from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
-from shardwise.data.reading.text_sources import open_text_source
+from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.os_errors import raises
@@ -47,7 +43,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return [int(each) for each in tokenizer.encode(text)]
 
 
-@pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, False), (False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, False), (False, True)])
 def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, prepend_bos: bool) -> None:
     folder.run(folder.job("made", append_eod=append_eod, prepend_bos=prepend_bos))
     tokenizer = folder.tokenizer
@@ -58,27 +54,15 @@ def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, 
     assert folder.index("made") == folder.index("by-hand")
 
 
-@pytest.mark.parametrize("append_eod", [True, False])
-def test_sentences_are_sequences(folder: Folder, append_eod: bool) -> None:
-    folder.run(folder.job("made", append_eod=append_eod, split_sentences=True))
+def test_sentences_are_sequences(folder: Folder) -> None:
+    folder.run(folder.job("made", split_sentences=True))
     tokenizer = folder.tokenizer
     with IndexedWriter(folder.at / "by-hand", tokenizer.vocab_size) as writer:
         for text in folder.documents:
             sentences = [ids(tokenizer, each) for each in cut_sentences(text)]
-            sentences[-1] += [tokenizer.end_of_document_id] if append_eod else []
+            sentences[-1].append(tokenizer.required_end())
             writer.add(list(itertools.chain(*sentences)), list(map(len, sentences)))
     assert folder.index("made") == folder.index("by-hand")
-
-
-def test_every_kind_of_text_is_read(folder: Folder) -> None:
-    rows = pytest.importorskip("datasets").Dataset.from_dict({"text": folder.documents})
-    rows.save_to_disk(str(folder.at / "saved"))
-    rows.to_parquet(str(folder.at / "text.parquet"))
-    (folder.at / "text.jsonl.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
-    sources = ("text.jsonl", "text.jsonl.gz", "text.parquet", "saved")
-    for number, source in enumerate(sources):
-        folder.run(folder.job(f"made-{number}", source=source))
-    assert len({folder.index(f"made-{number}") for number in range(len(sources))}) == 1
 
 
 class Killed(BaseException):
@@ -102,7 +86,7 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(folder: Folder, mon
     folder.run(folder.job("whole/out"))
     whole, places = folder.left("whole/"), seen
     assert places > 10
-    for last in (1, 2, places // 2, *range(places - 4, places + 1)):
+    for last in (1, places // 2, *range(places - 3, places + 1)):
         seen = 0
         with pytest.raises(Killed):
             folder.run(folder.job("part/out"))
@@ -194,15 +178,6 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
     assert not list(folder.at.glob(".*preparing"))
 
 
-def test_empty_documents_are_left_out_and_said(folder: Folder) -> None:
-    folder.run(folder.job("out"))
-    json_lines(folder.at / "text.jsonl", ["", *folder.documents])
-    told = Told()
-    folder.run(folder.job("again"), told=told)
-    assert f"{folder.at}/text.jsonl: 1 empty document left out" in told.lines
-    assert folder.index("again") == folder.index("out")
-
-
 @pytest.mark.parametrize("name", ["out.json", "out.bin"])  # the latter of a model, or raw tokens
 def test_what_was_not_prepared_here_is_never_removed(folder: Folder, name: str) -> None:
     mine = folder.at / name
@@ -222,31 +197,6 @@ def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.Mon
     assert not list(folder.at.glob(".*preparing"))
 
 
-def test_a_text_that_code_makes_or_that_is_packed_has_no_estimate(folder: Folder) -> None:
-    """The sizes of files are what an estimate is made of."""
-    (folder.at / "a.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
-    chosen = [{"dataset": "stories"}, {"dataset": "tiny"}, {"path": str(folder.at / "a.gz")}]
-    sources = [open_text_source(DataConfig(**keys)) for keys in chosen]
-    found = [disk_room.estimate_size(source, folder.tokenizer, sentences=False) is None for source in sources]
-    assert found == [True, False, True]
-
-
-def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = []
-    monkeypatch.setattr(disk_room, "require_disk_room", lambda amount, *_: needed.append(amount))
-    most = 0
-    save = PreparedOutput.save
-
-    def watched(self: PreparedOutput, progress: Mapping[str, Any]) -> None:
-        nonlocal most
-        most = max(most, self.size())
-        save(self, progress)
-
-    monkeypatch.setattr(PreparedOutput, "save", watched)
-    folder.run(folder.job("out"))
-    assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
-
-
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_locks:
@@ -264,13 +214,6 @@ def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: p
     assert not second.folder.exists()
 
 
-def test_text_without_tokens_is_refused(folder: Folder) -> None:
-    json_lines(folder.at / "text.jsonl", [" ", "\n"])
-    with pytest.raises(DataError, match="holds no text that becomes tokens"):
-        folder.run(folder.job("out", append_eod=False, split_sentences=True))
-    assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
-
-
 def test_output_lies_outside_of_the_text_and_has_a_name(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="must lie outside INPUT"):
         folder.run(folder.job("texts/out", source="."))
@@ -283,17 +226,6 @@ def test_output_lies_outside_of_the_text_and_has_a_name(folder: Folder) -> None:
     for path in (Path(), Path("/"), Path("..")):
         with pytest.raises(ConfigError, match="must end in a name: add one"):
             folder.run(dataclasses.replace(folder.job("out"), output=path))
-
-
-def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
-    outcome = folder.run(folder.job("out"))
-    found = json.loads((folder.at / "out.json").read_bytes())
-    index = IndexedFile.open(folder.at / "out")
-    assert found["documents"] == index.num_documents == 60
-    assert found["tokens"] == len(index.tokens)
-    assert found["source"]["characters"] == sum(map(len, folder.documents))
-    assert found["tokenizer"]["sha256"] == folder.tokenizer.digest
-    assert outcome.manifest["source"]["sha256"] == found["source"]["sha256"]
 
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
 
 from shardwise.data.reading.hdf5_files import KEYS
@@ -80,17 +79,3 @@ def test_an_array_that_leads_to_another_file_is_refused(way: str, tmp_path: Path
     assert refusal(config(path), tmp_path / "cache") == (
         f"{path}: input_ids must lie in the file itself, and it refers to another file: write the shard again"
     )
-
-
-def test_ragged_rows_are_refused(tmp_path: Path) -> None:
-    found = arrays(2)
-    del found["input_ids"]
-    path = write(tmp_path / "a.hdf5", found)
-    with h5py.File(path, "r+") as file:
-        ragged = file.create_dataset("input_ids", (2,), dtype=h5py.vlen_dtype(np.int32))
-        ragged[0], ragged[1] = [1, 2], [3]
-    assert f"{path}: input_ids (object of shape [2]) must hold integers" in refusal(config(path), tmp_path / "cache")
-    with h5py.File(path, "r+") as file:
-        del file["input_ids"]
-        file.create_group("input_ids")
-    assert f"{path} must have the array input_ids" in refusal(config(path), tmp_path / "cache")

@@ -15,7 +15,6 @@ from shardwise.data.reading import megatron_files as indexed
 from shardwise.data.reading.megatron_files import (
     IndexedFile,
     IndexedWriter,
-    UnfinishedIndex,
     is_megatron_file,
     megatron_dtype,
 )
@@ -100,19 +99,7 @@ def test_fault_15_pointers_of_32_bits_are_computed_again(tmp_path: Path) -> None
         IndexedFile.open(tmp_path / "data")
 
 
-@pytest.mark.parametrize("name", ["data", "data.bin", "data.idx"])
-def test_files_made_by_hand_are_read(name: str, tmp_path: Path) -> None:
-    by_hand(tmp_path)
-    assert is_megatron_file(tmp_path / name)
-    file = IndexedFile.open(tmp_path / name)
-    assert (file.tokens.tolist(), file.tokens.dtype) == (TOKENS, np.uint16)
-    assert (file.sizes.tolist(), file.pointers.tolist(), file.documents.tolist()) == (SIZES, POINTERS, DOCUMENTS)
-    assert file.num_documents == 3
-    assert file.starts(np.arange(4)).tolist() == [0, 5, 5, 6]
-    assert file.sequence_starts(np.arange(4)).tolist() == [0, 2, 5, 6]
-
-
-@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (3, "h"), (5, "q")])
 def test_every_kind_of_integer_is_read(code: int, letter: str, tmp_path: Path) -> None:
     width = struct.calcsize(letter)
     idx = idx_bytes(pointers=[pointer // 2 * width for pointer in POINTERS], code=code)
@@ -122,7 +109,7 @@ def test_every_kind_of_integer_is_read(code: int, letter: str, tmp_path: Path) -
     assert file.starts(np.arange(4)).tolist() == [0, 5, 5, 6]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 299), max_size=5), max_size=4), min_size=1, max_size=8),
     block=st.integers(1, 5),
@@ -162,8 +149,6 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
     "truncated": (idx_bytes()[:-3], None, r"its size \(99 bytes\) must be 102, for 3 sequences and 3 documents"),
     "absurd count": (idx_bytes()[:18] + COUNT + idx_bytes()[26:], None, r"for 1152921504606846976 sequences"),
     "negative size": (idx_bytes([2, -3, 1]), None, r"sequence 1 \(-3 tokens\) must have 0 tokens or more"),
-    "falling pointers": (idx_bytes(pointers=[0, 4, 2]), None, r"pointer of sequence 2 \(2\) must be 10"),
-    "documents out of order": (idx_bytes(documents=[0, 3, 2, 3]), None, r"bound 2 \(2\) must be at least 3"),
     "documents that begin late": (idx_bytes(documents=[1, 2, 2, 3]), None, r"bound \(1, 3\) must be 0 and 3"),
     "a short .bin": (
         None,
@@ -173,10 +158,8 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("block", [1, 1 << 20])
 @pytest.mark.parametrize("fault", BROKEN)
-def test_each_fault_is_one_sentence(fault: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "_BLOCK", block)
+def test_each_fault_is_one_sentence(fault: str, tmp_path: Path) -> None:
     idx, tokens, text = BROKEN[fault]
     prefix = by_hand(tmp_path, idx, tokens)
     with pytest.raises(DataError, match=text) as caught:
@@ -198,15 +181,6 @@ def test_missing_files_are_named_both(tmp_path: Path) -> None:
     assert is_megatron_file(tmp_path / "data")
 
 
-def test_paths_that_name_a_data_set(tmp_path: Path) -> None:
-    prefix = by_hand(tmp_path)
-    assert is_megatron_file("nowhere.bin")
-    assert not is_megatron_file("nowhere")
-    for folder in (prefix, tmp_path / "folder.bin"):
-        folder.mkdir()
-        assert not is_megatron_file(folder), "a folder of text stays one"
-
-
 def test_opening_reads_nothing_of_the_tokens(tmp_path: Path) -> None:
     """100 GB, of which the disk holds nothing."""
     size, sequences = 2**31 - 1, 25
@@ -222,17 +196,6 @@ def test_opening_reads_nothing_of_the_tokens(tmp_path: Path) -> None:
     assert (tmp_path / "data.bin").stat().st_blocks == 0
 
 
-def test_the_digest_is_that_of_the_data(tmp_path: Path) -> None:
-    digests = set()
-    for number, (documents, tokens) in enumerate([(DOCUMENTS, TOKENS), (DOCUMENTS, TOKENS[::-1]), ([0, 3], TOKENS)]):
-        (tmp_path / str(number)).mkdir()
-        prefix = by_hand(tmp_path / str(number), idx_bytes(documents=documents), struct.pack("<6H", *tokens))
-        digests.add(IndexedFile.open(prefix).digest)
-    assert len(digests) == 3
-    (tmp_path / "other").mkdir()
-    assert IndexedFile.open(by_hand(tmp_path / "other")).digest in digests
-
-
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data", [[[1, 2]]], 100)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -246,21 +209,6 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(DataError, match=told):
         write(tmp_path / "other", [[[1, 2]]], 100)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_many_documents_at_once_are_those_one_by_one(tmp_path: Path) -> None:
-    documents = [[[1, 2], [3]], [], [[4]], [[5, 6, 7], [8], [9, 9]]]
-    write(tmp_path / "one", documents, 100)
-    rows = [token for document in documents for sequence in document for token in sequence]
-    sizes = [len(sequence) for document in documents for sequence in document]
-    with IndexedWriter(tmp_path / "all", 100) as writer:
-        writer.extend(np.array(rows[:3]), np.array(sizes[:2]), np.array([2]))
-        writer.extend(np.array(rows[3:]), np.array(sizes[2:]), np.array([0, 1, 4]))
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"all{suffix}").read_bytes()
-    told = r"document 1: token 1 \(100\) must be in 0 … 99"
-    with pytest.raises(DataError, match=told), IndexedWriter(tmp_path / "bad", 100) as writer:
-        writer.extend(np.array([1, 2, 3, 100, 4]), np.array([2, 2, 1]), np.array([1, 2, 3]))
 
 
 @pytest.mark.parametrize("moment", range(5))
@@ -301,9 +249,3 @@ def test_all_tokens_are_on_the_disk_before_they_have_a_name(tmp_path: Path, monk
     for suffix in (".bin", ".idx"):
         found = (tmp_path / f"data{suffix}").stat()
         assert flushed[found.st_ino] == found.st_size > 0, suffix
-
-
-def test_a_sequence_longer_than_its_size_can_say_is_refused(tmp_path: Path) -> None:
-    told = r"a sequence after document 0 \(2147483648 tokens\) must have fewer than 2\^31, which the format can hold"
-    with UnfinishedIndex(tmp_path / "data", 100) as index, pytest.raises(DataError, match=told):
-        index.extend(np.array([], dtype=np.uint16), np.array([2**31]), np.array([1]))

@@ -50,15 +50,6 @@ def test_all_kinds_hold_the_same_documents(tmp_path: Path) -> None:
     assert read(tmp_path) == [*TEXTS * 4, "packed – text"]
 
 
-def test_the_format_goes_before_the_name(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "part-0", pa.array(["a", "b"], pa.large_string()), key="body")
-    assert read(tmp_path / "part-0", format="parquet", text_key="body") == ["a", "b"]
-    (tmp_path / "lines.gz").write_bytes(gzipped(jsonl(["a", "b"])))
-    assert read(tmp_path / "lines.gz", format="jsonl") == ["a", "b"]
-    (tmp_path / "c.parquet").write_text("text", encoding="utf-8")
-    assert read(tmp_path / "c.parquet", format="text") == ["text"]
-
-
 def test_a_large_parquet_takes_little_memory(tmp_path: Path) -> None:
     """One row group of 64 MB, which is never in memory as a whole."""
     texts = [f"{number} " + "words and more " * 600 for number in range(7_000)]
@@ -158,19 +149,14 @@ PARQUET = io.BytesIO()
 pq.write_table(pa.table({"text": TEXTS}), PARQUET)
 FILES = {
     "a.json": LINES,
-    "a.ndjson": b"\xef\xbb\xbf" + LINES,
-    "a.JSONL": LINES,
     "a.txt": b"\n" + LINES,
     "part-00000": LINES.replace(b"\n", b"\r\n"),
     "a.jsonl.zst": packed(jsonl(TEXTS[:2]), "zstd") + SKIPPED + packed(jsonl(TEXTS[2:]), "zstd"),
-    "b.jsonl.zst": SKIPPED + packed(LINES, "zstd"),
     "a.xz": lzma.compress(LINES),
     "streams.xz": lzma.compress(jsonl(TEXTS[:2])) + bytes(8) + lzma.compress(jsonl(TEXTS[2:])) + bytes(1 << 19),
     "streams.bz2": bz2.compress(jsonl(TEXTS[:2])) + bz2.compress(jsonl(TEXTS[2:])),
     "a.lzma": lzma.compress(LINES, format=lzma.FORMAT_ALONE),
-    "a.JSON.BZ2": bz2.compress(LINES),
     "a.lz4": packed(LINES, "lz4"),
-    "gzip.jsonl": gzipped(LINES),
     "bzip2.gz": bz2.compress(LINES),
     "part-0": PARQUET.getvalue(),
 }
@@ -187,27 +173,21 @@ def test_fault_13_files_are_read_as_their_content_says(name: str, tmp_path: Path
         assert ["".join(blocks) for _, blocks in shard.documents(after)] == TEXTS[number:], "a stream that goes on"
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_text_in_utf_16_is_told_what_converts_it(encoding: str, tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(gzipped("a".encode(encoding)))
+def test_text_in_utf_16_is_told_what_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(gzipped("a".encode("utf-16")))
     said = f"{tmp_path / 'a.gz'} must be in UTF-8, and is in UTF-16 or UTF-32: convert it with `iconv -t UTF-8`"
     assert failure(tmp_path / "a.gz") == said
 
 
 NO_TEXT = {
-    "a.parquet.gz": (gzipped(PARQUET.getvalue()), "a parquet file packed by gzip"),
     "a.json": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON without one object on each line"),
-    "b.json": (b'["a", "b"]', "JSON without one object on each line"),
     "a.jsonl.gz": (gzipped(b'{\n "text": "a"\n}'), "JSON without one object on each line"),
     "a.csv": (b"1,a\n", "a table of separated values"),
-    "quoted": (b'"id";"text"\r\n1;a\n', "a table of separated values"),
     "tar.gz": (gzipped(archive()), "a tar archive"),
-    "a.docx": (b"PK\x03\x04\x14\0", "a zip archive"),
     "a.txt": (b"%PDF-1.7\n", "a PDF document"),
     "a.bz2": (bz2.compress(b"<mediawiki>"), "XML or HTML"),
     "index": (b"\n<!DOCTYPE HTML>", "XML or HTML"),
     "twice.gz": (gzipped(gzipped(LINES)), "binary data"),
-    "ids": (b"\x05\0\x20\0\x07\0", "binary data"),
 }
 
 
@@ -220,9 +200,7 @@ def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, tmp_path: Pa
     assert "must be plain text, JSON lines or parquet: convert or unpack it first, leave it out, or set data." in said
 
 
-@pytest.mark.parametrize(
-    "text", ["{name} is here", "[Music] la la", '["Why?" he said.', "Dear text, and you", "Hi,you\n\na,b\nc,d\n"]
-)
+@pytest.mark.parametrize("text", ["{name} is here", '["Why?" he said.', "Hi,you\n\na,b\nc,d\n"])
 def test_fault_13_prose_that_begins_as_other_kinds_do_is_prose(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     assert read(tmp_path / "a.txt") == [text]
@@ -237,18 +215,6 @@ def test_fault_13_packed_files_that_are_cut_off_or_damaged(codec: str, tmp_path:
     for damaged in damages + [whole + b"\n"] * (codec in ("xz", "bz2")):
         (tmp_path / "a").write_bytes(damaged)
         assert "is cut off or damaged" in failure(tmp_path / "a")
-
-
-def test_a_window_of_zstd_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
-    block = (len(LINES[:15]) << 3 | 1).to_bytes(3, "little")  # the last one, not packed
-    of_segment = b"\xa4" + (2**28 + 1).to_bytes(4, "little")
-    for header, size in {b"\0\xa0": ", not 1,024 MiB", b"\0\x8c": ", not 192 MiB", of_segment: ", not 256 MiB"}.items():
-        (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + header + block + LINES[:15])
-        said = f"{tmp_path / 'a.jsonl.zst'} must have a window of at most 128 MiB{size}: unpack it by `zstd -d"
-        assert failure(tmp_path / "a.jsonl.zst").startswith(said)
-    empty = b"\x28\xb5\x2f\xfd\x20\0\1\0\0"
-    (tmp_path / "a.jsonl.zst").write_bytes(empty + b"\x28\xb5\x2f\xfd\0\xa0" + block + LINES[:15])
-    assert "of at most 128 MiB: unpack it" in failure(tmp_path / "a.jsonl.zst"), "the first frame needs little"
 
 
 def test_fault_13_zstd_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.base.errors import ConfigError
 from shardwise.data.formats.prepared_data import document_ends
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.causal import DocumentEnds, TokenBatches, causal_batch
+from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.unit.data.small_runs import config
 
@@ -53,12 +53,6 @@ def test_only_what_is_asked_for_is_in_the_batch() -> None:
         batch = causal_batch(rows, np.array([3]), np.array([0]), DocumentEnds(END, **asked))
         assert batch.inputs.keys() == {"ids_SB", "targets_SB", *names}
     assert causal_batch(rows, np.array([3]), np.array([0]), None).counts.tolist() == [3]
-
-
-def test_samples_of_one_row_have_them() -> None:
-    row = np.array([5, END, 6, 7, END, 8, 9, 4, 3], dtype=np.uint16)
-    batch = TokenBatches(row, 4, 0, ends=DocumentEnds(END, mask_loss=True)).global_batch(0, 2)
-    assert batch.counts.tolist() == [6], "of 8 targets two follow the end of a document"
 
 
 def test_the_token_is_the_tokenizers_unless_it_is_named(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.order import Draws, hashes_below, mix_integer
+from shardwise.data.samples.order import Draws
 from shardwise.data.samples.sentence_pairs import Masking
 
 MASK, FIRST, LAST = 3, 10, 999
@@ -24,7 +23,7 @@ def within(found: int, trials: int, probability: float) -> bool:
     return abs(found - trials * probability) <= 5 * math.sqrt(trials * probability * (1 - probability))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     candidates=st.lists(st.lists(st.booleans(), min_size=20, max_size=20), min_size=1, max_size=5),
     fraction=st.floats(0.01, 1.0),
@@ -72,13 +71,6 @@ def test_masking_is_even() -> None:
     assert within(halves, len(random), 0.5)
 
 
-def test_the_cap_is_a_cap() -> None:
-    ids_BS = np.full((3, 64), 5)
-    candidates_BS = np.ones_like(ids_BS, dtype=bool)
-    targets_BP = Masking(0.15, 4, MASK, ORDINARY).apply(ids_BS, candidates_BS, draws(3))[2]
-    assert (targets_BP != IGNORE).all()
-
-
 def test_draws_depend_on_everything_that_names_them() -> None:
     base = draws(100).hashes(0)
     for other in (draws(100, epoch=1), draws(100, seed=8)):
@@ -89,14 +81,3 @@ def test_draws_depend_on_everything_that_names_them() -> None:
     assert len(np.unique(table)) == 800
     assert np.array_equal(draws(100).table(0, 4), table[:, :4])
     assert int(base[0]) == 8781942722138690569, "the same on every machine"
-
-
-@pytest.mark.parametrize("limit", [1, 2, 10, 1 << 32])
-def test_integers_below_a_limit(limit: int) -> None:
-    hashes = np.array([0, 1 << 31, (1 << 64) - 1, mix_integer(3)], dtype=np.uint64)
-    found = hashes_below(hashes, limit)
-    assert found.dtype == np.int64
-    assert found.min() >= 0
-    assert found.max() == limit - 1
-    counts = np.bincount(hashes_below(draws(9000).hashes(2), 9))
-    assert ((counts - 1000) ** 2 / 1000).sum() < 40

@@ -15,14 +15,14 @@ from shardwise.data.samples.order import SampleOrder, mix_bits, mix_integer
 seeds = st.integers(0, 2**63 - 1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(num_samples=st.integers(1, 3000), seed=seeds, epoch=st.integers(0, 10**6))
 def test_an_epoch_holds_every_sample_once(num_samples: int, seed: int, epoch: int) -> None:
     order = SampleOrder(num_samples, seed).indices(epoch * num_samples, num_samples)
     assert np.array_equal(np.sort(order), np.arange(num_samples))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     num_samples=st.integers(1, 500),
     seed=seeds,
@@ -44,11 +44,11 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_shuffling_is_even() -> None:
-    """Each sample lands at each position equally often: χ² over 4,000 seeds, 81 degrees of freedom."""
+    """Each sample lands at each position equally often: χ² over 1,000 seeds, 81 degrees of freedom."""
     counts = np.zeros((10, 10))
-    for seed in range(4000):
+    for seed in range(1000):
         counts[np.arange(10), SampleOrder(10, seed).indices(0, 10)] += 1
-    assert ((counts - 400) ** 2 / 400).sum() < 140
+    assert ((counts - 100) ** 2 / 100).sum() < 140
 
 
 def test_order_is_the_same_on_every_machine() -> None:
@@ -58,11 +58,6 @@ def test_order_is_the_same_on_every_machine() -> None:
     assert hashlib.sha256(large.astype("<i8").tobytes()).hexdigest()[:16] == "95027a6a7d7b5e5d"
     values = [0, 1, 2**63, 2**64 - 1]
     assert mix_bits(np.array(values, dtype=np.uint64)).tolist() == [mix_integer(value) for value in values]
-
-
-@pytest.mark.parametrize(("samples", "epochs"), [(1, "0.003"), (150, "0.50"), (300, "1.00"), (450_000, "1,500.00")])
-def test_a_run_tells_how_often_it_reads_the_data(samples: int, epochs: str) -> None:
-    assert TokenBatches(np.arange(601, dtype=np.int32), 2, seed=3).epochs(samples) == f"{epochs} epochs of 300 samples"
 
 
 @pytest.mark.parametrize(("length", "number"), [(1, 2), (4, 65), (9, 100), (16, 17)])
@@ -77,8 +72,8 @@ def test_samples_follow_one_another_in_the_row(length: int, number: int) -> None
     assert (batches.blank(2).inputs["ids_SB"] == 0).all()
 
 
-@pytest.mark.parametrize("length", [1, 4, 16, 100])
-@pytest.mark.parametrize("tokens", [2, 16, 17, 18, 64, 65, 66])
+@pytest.mark.parametrize("length", [1, 16, 100])
+@pytest.mark.parametrize("tokens", [2, 17, 18, 64])
 def test_with_its_tail_every_token_is_a_target_once(tokens: int, length: int) -> None:
     row = np.arange(1000, 1000 + tokens, dtype=np.uint16)
     batches = TokenBatches(row, length, seed=0, tail=True)

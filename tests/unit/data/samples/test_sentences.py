@@ -9,10 +9,10 @@ from shardwise.data.reading.text_sources import TextPiece
 from shardwise.data.rows import Part
 from shardwise.data.samples.sentence_pairs import ChunkIndex
 from shardwise.data.tokens import encoding
-from shardwise.data.tokens.encoding import _PieceTexts, cut_sentences, sentence_pieces
+from shardwise.data.tokens.encoding import cut_sentences, sentence_pieces
 from tests.unit.data.samples.small_batches import arranged
 
-unhurried = settings(deadline=None)
+unhurried = settings(deadline=None, max_examples=50)
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,7 @@ unhurried = settings(deadline=None)
         ("One. Two!  Three?\tFour", ["One.", " Two!", "  Three?", "\tFour"]),
         ("A line\nanother \n\n last", ["A line", "\nanother", " \n\n last"]),
         ("Version 3.11 costs 2.50 ...", ["Version 3.11 costs 2.50 ..."]),
-        ("windows\r\nlines\r\n", ["windows", "\r\nlines", "\r\n"]),
         ("\n led by a line end", ["\n led by a line end"]),
-        ("no end   at all", ["no end   at all"]),
         ("", []),
     ],
 )
@@ -61,25 +59,12 @@ def test_pieces_have_the_sentences_of_the_whole(texts: list[str]) -> None:
     assert "".join(cut_sentences(whole)) == whole
 
 
-def test_a_document_that_the_split_cuts_becomes_two() -> None:
-    parts: list[tuple[Part, TextPiece]] = [
-        ("train", TextPiece("One. Tw", ends_document=False)),
-        ("eval", TextPiece("o. Three.", ends_document=True)),
-        ("train", TextPiece("Four.", ends_document=True)),
-    ]
-    assert regrouped(parts) == [("train", ["One.", " Tw"]), ("eval", ["o.", " Three."]), ("train", ["Four."])]
-
-
 def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
     parts: list[tuple[Part, TextPiece]] = [
         ("train", TextPiece("abcdefgh", ends_document=number == 4)) for number in range(5)
     ]
     assert [len(sentence) for sentence in regrouped(parts)[0][1]] == [16, 16, 8]
-
-
-def test_a_piece_knows_its_size() -> None:
-    assert _PieceTexts(["ab.", " c"], ends_document=True).characters == 5
 
 
 lengths = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=8)
@@ -119,12 +104,3 @@ def test_a_sentence_belongs_to_the_chunk_that_its_start_falls_in(documents: list
     found = index.find(np.arange(index.num_chunks))
     assert found.sentences.tolist() == expected
     assert found.first_sentence.tolist() == np.cumsum([0, *expected[:-1]]).tolist()
-
-
-def test_a_long_sentence_fills_several_chunks() -> None:
-    index = ChunkIndex(arranged([[4, 35, 3], [25]]), 10)
-    found = index.find(np.arange(index.num_chunks))
-    assert found.start.tolist() == [0, 10, 20, 39, 42, 52]
-    assert found.end.tolist() == [10, 20, 39, 42, 52, 67]
-    assert found.sentences.tolist() == [2, 0, 0, 1, 1, 0]
-    assert [part.tolist() for part in index.siblings(found.document[[0, 3, 4, 5]])] == [[0, 0, 4, 4], [4, 4, 6, 6]]

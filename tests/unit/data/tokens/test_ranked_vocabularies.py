@@ -81,11 +81,3 @@ def test_a_known_vocabulary_of_tiktoken(name: str, tmp_path: Path, monkeypatch: 
     assert [encoding.ids for encoding in tokenizer.encodings(TEXTS)] == [by_rank(text) for text in TEXTS]
     assert tokenizer.encode("the<|endofprompt|>").tolist() == [258, 290]
     assert (tokenizer.end_of_document_id, tokenizer.vocab_size) == (270, 291)
-
-
-def test_llama_3s_special_tokens() -> None:
-    special = ranked_vocabularies._TIKTOKEN["82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"][1]
-    assert sorted(special.values()) == [*range(128_000, 128_256)]
-    assert (special["<|end_of_text|>"], special["<|eot_id|>"]) == (128_001, 128_009)
-    assert special["<|reserved_special_token_2|>"] == 128_005
-    assert special["<|reserved_special_token_247|>"] == 128_255
