@@ -60,8 +60,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """By name: the family as transformers' classes spell it, and the fields of its configuration."""
-LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")
-"""Those that differ from Llama by facts of their configurations alone."""
 _CONFIGS = {"Gemma3": "Gemma3Text"}
 """How their configurations' names begin, where it is not the model's."""
 _MODELS = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining"}

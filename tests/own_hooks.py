@@ -25,10 +25,6 @@ class Reader:
         return (np.arange(length) * (number % 3 + 1) + number) % self.vocabulary
 
 
-def no_evaluation(config: Config, part: str) -> list[list[int]] | None:
-    return None if part == "eval" else [[1, 2, 3]] * 8
-
-
 def cross_entropy(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     """The family's own loss."""
     return F.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), ignore_index=-100, reduction="sum")
@@ -36,19 +32,6 @@ def cross_entropy(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
 
 def mean_of_each(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     return logits_SBV.mean(dim=0)
-
-
-def mean_that_changes_its_targets(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
-    targets_SB[0] = -100
-    return cross_entropy(logits_SBV, targets_SB) / targets_SB.numel()
-
-
-def fails(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
-    raise ValueError("I have no heart")
-
-
-def of_one(logits_SBV: Tensor) -> Tensor:
-    return logits_SBV.sum()
 
 
 class SignMomentum(torch.optim.Optimizer):
@@ -67,17 +50,6 @@ class SignMomentum(torch.optim.Optimizer):
                 mean = state.setdefault("mean", torch.zeros_like(p))
                 mean.lerp_(p.grad, 1 - group["momentum"])
                 p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(mean.sign(), alpha=group["lr"])
-
-
-class Normalized(SignMomentum):
-    """Looks at a whole tensor: no rank that has a slice of it can."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
 
 
 class WithoutStep(torch.optim.Optimizer):
