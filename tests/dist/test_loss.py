@@ -215,27 +215,3 @@ def partly_frozen(tp: int) -> dict[str, float]:
 @pytest.mark.parametrize("tp", DEGREES)
 def test_any_of_hidden_states_weight_and_bias_may_be_frozen(tp: int, ranks: Any) -> None:
     check(run(ranks, tp, partly_frozen, tp))
-
-
-def without_gradient(tp: int, sequence: bool) -> dict[str, float]:
-    """Evaluation makes no gradients: no reduce-scatter, no matmul but the logits'."""
-    case = Case(tp, sequence, 13)
-    meter = case.group.meter
-    meter.reset()
-    with torch.no_grad():
-        loss = case.loss(100)
-    assert not loss.requires_grad
-    assert meter.calls["reduce_scatter"] == 0, "evaluation reduced a gradient"
-    chunks = meter.calls["all_gather"] if sequence else meter.calls["all_reduce"] // 2
-    assert meter.calls["all_reduce"] == 2 * chunks, "evaluation all-reduced more than the loss needs"
-    held = case.x.detach()
-    off = linear_cross_entropy(
-        held, case.weight.detach(), case.target, group=case.group, sequence_parallel_enabled=sequence, vocab_size=13
-    )
-    assert not off.requires_grad
-    return {"loss": error(loss, case.wanted), "loss of constants": error(off, case.wanted)}
-
-
-@pytest.mark.parametrize("tp", DEGREES)
-def test_evaluation_makes_no_gradients(tp: int, ranks: Any) -> None:
-    check(run(ranks, tp, each, without_gradient, [(tp, False), (tp, True)]))

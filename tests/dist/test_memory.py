@@ -210,7 +210,7 @@ def test_ranks_that_share_samples_hold_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
-STATE = sizes(1000, 256, 704, layers=4, heads=4, positions=64)
+STATE = sizes(1000, 256, 704, layers=8, heads=4, positions=64)
 """A model with few tokens, whose state dominates: each block is more than a bucket must have."""
 
 
