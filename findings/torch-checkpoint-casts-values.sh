@@ -30,11 +30,13 @@ for dtype in (torch.int64, torch.int32, torch.float32, torch.bfloat16):
     checkpoint.load(state, checkpoint_id=sys.argv[1])
     loaded[dtype] = int(state["tokens"])
     print(f"loaded into {dtype}: {loaded[dtype]}")
-assert list(loaded.values()) == [TOKENS, TOKENS - 2**32, 3_000_000_000, 3_003_121_664], "another dtype is now told apart"
+wanted = [TOKENS, TOKENS - 2**32, 3_000_000_000, 3_003_121_664]
+assert list(loaded.values()) == wanted, "another dtype is now told apart"
 try:
     checkpoint.load({"tokens": torch.zeros(2, dtype=torch.int64)}, checkpoint_id=sys.argv[1])
     print("two numbers: loaded")
 except checkpoint.api.CheckpointException:
     print("two numbers: refused")
 PY
-OMP_NUM_THREADS=1 "${PYTHON:-python3}" -W ignore "$folder/try.py" "$folder/saved" 2> "$folder/said" || { cat "$folder/said" >&2; exit 1; }
+export OMP_NUM_THREADS=1
+"${PYTHON:-python3}" -W ignore "$folder/try.py" "$folder/saved" 2> "$folder/said" || { cat "$folder/said" >&2 && exit 1; }

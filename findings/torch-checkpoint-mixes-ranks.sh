@@ -48,4 +48,5 @@ if __name__ == "__main__":
     assert torch.__version__.startswith("2.13."), torch.__version__
     processes.spawn(work, (sys.argv[1],), nprocs=2)
 PY
-OMP_NUM_THREADS=1 "${PYTHON:-python3}" -W ignore "$folder/try.py" "$folder" 2> "$folder/said" || { cat "$folder/said" >&2; exit 1; }
+export OMP_NUM_THREADS=1
+"${PYTHON:-python3}" -W ignore "$folder/try.py" "$folder" 2> "$folder/said" || { cat "$folder/said" >&2 && exit 1; }
