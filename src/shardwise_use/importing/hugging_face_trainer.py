@@ -59,7 +59,7 @@ def with_trainer_progress(opened: ImportedModel, folder: Path) -> ImportedModel:
             f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason}): put a copy of it back, "
             f"or {LEAVE}"
         ) from None
-    groups, states = adamw_state(pickled.load_pickled(folder / OPTIMIZER), folder / OPTIMIZER)
+    groups, states = adamw_state(_unpickled(folder / OPTIMIZER, LEAVE), folder / OPTIMIZER)
     arguments = _read_arguments(folder / _ARGUMENTS)
     with pickled.content_errors(f"{folder} must hold a training as a Trainer saves it", f"; {LEAVE}"):
         progress, notes = _progress(opened, saved, groups, states, arguments, folder)
@@ -112,6 +112,14 @@ def _progress(
         losses=tuple(losses[-_LOSSES:]) if saved.get("logging_steps") == 1 else (),
     )
     return progress, notes
+
+
+def _unpickled(path: Path, fix: str, records: tuple[str, ...] = ()) -> Any:
+    """The content of a pickle; ConfigError, with the fix: it names classes, as 8-bit moments of torchao do."""
+    try:
+        return pickled.load_pickled(path, records=records)
+    except ConfigError as error:
+        raise ConfigError([f"{problem}; {fix}" for problem in error.problems]) from None
 
 
 # ---- optimizer.pt
@@ -220,11 +228,7 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     """The TrainingArguments by name, with the values of enumerations in their place; {} where there are none."""
     if not path.exists():
         return {}
-    try:
-        record = pickled.load_pickled(path, records=_PACKAGES)
-    except ConfigError as error:
-        fix = f"move {path.name} away to import without its rates, or {LEAVE}"
-        raise ConfigError([f"{problem}; {fix}" for problem in error.problems]) from None
+    record = _unpickled(path, f"move {path.name} away to import without its rates, or {LEAVE}", records=_PACKAGES)
     if not isinstance(record, pickled.PickledRecord):
         raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, or {LEAVE}")
     return {
