@@ -215,6 +215,7 @@ def test_default_number_of_ranks(overrides: list[str], expected: int, started: l
     [
         (CPU, ["--nproc", "3"], "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"),
         (("nvidia", 1), [], "parallel.tensor (2) must be at most the number of accelerators (1)"),
+        (("nvidia", 2), ["--nproc", "4", "train.micro_batch=1"], "--nproc (4) must be at most the number of acceler"),
         (
             CPU,
             ["--run-dir", "old"],

@@ -103,23 +103,6 @@ def test_schedulers_drive_it(schedule: Callable[..., Any], wrapped: type[torch.o
     assert results[1][1:] == results[0][1:]
 
 
-def test_a_class_may_change_its_own_options() -> None:
-    """Schedule-free optimizers count steps in their group; the next step must see the count."""
-
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
-                group["lr"] = 0.1 / group["count"]
-            super().step()
-
-    pair = Pair(Counting)
-    for model, optimizer in pair.both:
-        train(model, optimizer)
-    pair.assert_equal()
-    assert pair.optimizer.param_groups[0]["count"] == 5
-
-
 def test_named_parameters_and_closure() -> None:
     plain, ours = make(), make()
     reference = torch.optim.AdamW(plain.named_parameters())

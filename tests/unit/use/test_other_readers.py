@@ -51,13 +51,6 @@ def test_what_a_program_computes_wrongly_is_refused() -> None:
         other_readers.require_readable(model("llama"), "mlx")
 
 
-def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"readers": {"x": {"title": "X", "version": "1"}}, "lines": {"llama": {"defaults": {"x": {"by": 0.0}}}}}
-    monkeypatch.setattr(other_readers, "reader_record", lambda: record)
-    (note,) = other_readers.require_readable(model("llama", rope_theta=5.0), "x")
-    assert note == "X 1 was not tried with family llama and model.rope_theta (5.0)"
-
-
 def test_the_command_refuses_before_it_writes(tmp_path: Path) -> None:
     save("mistral", tmp_path / "saved")
     write(open_hugging_face(Root.of(tmp_path / "saved")), tmp_path / "ours")

@@ -5,6 +5,7 @@ The files in `others` are written in the form of the programs' own examples; `ti
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import yaml
 
 from shardwise.config import config_from_sections
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.other_names import PROGRAMS
+from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.porting.recipes import recipe_of
 from tests.command_line import CommandLine
 
@@ -288,6 +291,17 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
         train = made["train"]
         found = (made["optimizer"]["lr"], made["precision"]["mode"], train.get("recompute"), train["sequence_length"])
         assert found == values
+
+
+def test_rates_of_nanogpt_are_told() -> None:
+    """With W = 5 and D = 20, by the formula of its train.py: (i + 1) / (W + 1), then a cosine of (i - W) / (D - W)."""
+    note = PROGRAMS["nanogpt"].note.partition("optimizer.points=")[2].partition("] give")[0] + "]"
+    points = yaml.safe_load(note.replace("W + 1", "6").replace("D + 1", "21").replace("min_lr / lr", "0.1"))
+    settings = OptimizerConfig.model_validate({"lr": 1e-3, "schedule": "points", "points": points})
+    for i in range(25):
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (i - 5) / 15)))
+        wanted = (i + 1) / 6 if i < 5 else 0.1 + 0.9 * cosine
+        assert learning_rate(settings, 25, i + 1) == pytest.approx(1e-3 * wanted, rel=1e-12)
 
 
 def test_a_misspelt_key_is_not_advised(others: Path, cli: CommandLine) -> None:

@@ -164,15 +164,6 @@ async def test_look(pilot: Pilot[None], name: str, key: str, size: tuple[int, in
     assert now == stored.read_text(encoding="utf-8")
 
 
-@on_screen
-async def test_colours(pilot: Pilot[None]) -> None:
-    """The straggler has the colour of what is wrong, and nothing else in the strips has it."""
-    text = pilot.app.query_one("#strips", Panel).render()
-    wrong = [text.plain[span.start : span.end].strip() for span in text.spans if drawing.BAD in str(span.style)]
-    assert wrong == ["rank 5 ×2.00", "██"]
-    assert pilot.app.export_screenshot().startswith("<svg")
-
-
 def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
     frame = FrameReader(run).read()
     many = replace(frame, ranks=[replace(view, rank=at, place={}) for at, view in enumerate([*frame.ranks] * 64)])

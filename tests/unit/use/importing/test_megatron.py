@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise_use.importing.megatron import open_megatron
-from tests.hugging_face import VOCABULARY, make, save
+from tests.hugging_face import VOCABULARY, save
 from tests.sweeps import few
 from tests.unit.use.importing import checks
 from tests.unit.use.importing.checks import assert_same_model, changed, in_module
@@ -66,18 +66,6 @@ def test_llama3_scaling_and_head_size(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "saved", head_dim=16, rope_parameters=scaling, max_position_embeddings=65536)
     args = llama_args(model, use_rope_scaling=True, rope_scaling_factor=32.0)
     assert_imported(tmp_path, (model, Source(model, args)), "te", tp=2)
-
-
-def test_weights_keep_their_dtype_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise_use.importing.torch_dcp._PART_BYTES", 1000)
-    model = make("gpt").bfloat16()
-    model.save_pretrained(tmp_path / "saved")
-    folder = write(Source(model, gpt_args(model)), tmp_path / "megatron", "legacy", tp=2)
-    opened = open_megatron(folder, VOCABULARY)
-    assert {weight.dtype for weight in opened.weights} == {"BF16"}
-    widest = max(len(bytes(part)) for weight in opened.weights for part in weight.read())
-    assert widest <= 1000
-    assert_same_model(opened, model.float(), tmp_path)
 
 
 def test_the_activation_is_what_megatron_computes(tmp_path: Path) -> None:

@@ -273,9 +273,3 @@ def test_a_rank_of_nemo_that_is_missing_is_told(tmp_path: Path) -> None:
     found = open_nemo(folder, VOCABULARY)
     assert found.progress is None
     assert found.notes[0].endswith("nemo has no state of AdamW: weights alone are imported")
-
-
-def test_weights_alone_have_no_progress() -> None:
-    """Of every format, also of those that are opened with their progress."""
-    given = argparse.Namespace(weights_only=True, samples=None, tokens=None)
-    assert import_._completed(ImportedProgress(3, ()), given) is None
