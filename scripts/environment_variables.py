@@ -5,7 +5,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,10 +107,9 @@ def recorded() -> list[str]:
     return [name for rows in RECORD.values() for names in rows for name in names.split()]
 
 
-def read_in_code() -> set[str]:
-    """The variables that the code reads or sets: any text that looks like one, and each use of the environment."""
-    files = [path for path in (ROOT / "src").rglob("*.py") if path.name != "redaction.py"]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+def read_in_code(modules: Mapping[Path, ast.Module]) -> set[str]:
+    """The variables that modules read or set: any text that looks like one, and each use of the environment."""
+    trees = [tree for path, tree in modules.items() if path.name != "redaction.py"]
     return {name for tree in trees for name in _named(tree)} - _OTHER_NAMES - _EXAMPLES
 
 
@@ -136,7 +135,9 @@ def _named(tree: ast.Module) -> Iterator[str]:
 
 
 def _is_environment(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("os.environ", "variables", "environment")
+    if isinstance(node, ast.Attribute):
+        return node.attr == "environ" and isinstance(node.value, ast.Name) and node.value.id == "os"
+    return isinstance(node, ast.Name) and node.id in ("variables", "environment")
 
 
 def page() -> str:

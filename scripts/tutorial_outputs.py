@@ -1,6 +1,6 @@
 """Write what the tutorials show of a command's output: each `text` block is what the `sh` block before it prints.
 
-tests/e2e/test_tutorials.py fails when a page is not current.
+tests/e2e/test_pages.py fails when a page is not current.
 
     python -m scripts.tutorial_outputs
 """

@@ -20,7 +20,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from scripts import environment_variables
+from scripts import environment_variables, pipeline_tables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
@@ -424,3 +424,4 @@ if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")
     environment_variables.PAGE.write_text(environment_variables.page(), encoding="utf-8")
+    pipeline_tables.PAGE.write_text(pipeline_tables.page(), encoding="utf-8")

@@ -24,59 +24,31 @@ if TYPE_CHECKING:
 
 VOCABULARY = 61  # odd: padded at every degree
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 24,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 24,
+}  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 4, "n_positions": 24,
 }  # fmt: skip
 
+_KEYS = _SIZES | {"num_key_value_heads": 2}
+_WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _SIZES | {"num_key_value_heads": 2}),
+    "llama": ("Llama", _KEYS),
     "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", _SIZES | {"num_key_value_heads": 2, "sliding_window": 5}),
-    "qwen2": ("Qwen2", _SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3": (
-        "Qwen3",
-        _SIZES
-        | {
-            "num_key_value_heads": 2,
-            "head_dim": 6,
-            "use_sliding_window": True,
-            "sliding_window": 3,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "olmo2": ("Olmo2", _SIZES | {"num_key_value_heads": 2}),
-    "olmo3": (
-        "Olmo3",
-        _SIZES
-        | {"num_key_value_heads": 2, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "gemma3": (
-        "Gemma3",
-        _SIZES
-        | {
-            "num_key_value_heads": 2,
-            "head_dim": 6,
-            "sliding_window": 3,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "query_pre_attn_scalar": 10,
-            "pad_token_id": None,
-        },
-    ),
-    "smollm3": ("SmolLM3", _SIZES | {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": None}),
+    "mistral": ("Mistral", _KEYS | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", _KEYS | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", _KEYS | _WINDOWS | {"head_dim": 6, "use_sliding_window": True}),
+    "olmo2": ("Olmo2", _KEYS),
+    "olmo3": ("Olmo3", _KEYS | _WINDOWS),
+    "gemma3": ("Gemma3", _KEYS | _WINDOWS | {"head_dim": 6, "query_pre_attn_scalar": 10, "pad_token_id": None}),
+    "smollm3": ("SmolLM3", _KEYS | {"no_rope_layers": [1, 0], "pad_token_id": None}),
     "gpt": ("GPT2", _GPT2),
     "gpt-untied": ("GPT2", _GPT2 | {"tie_word_embeddings": False}),
     "neox": ("GPTNeoX", _SIZES),
     "neox-tied": (
-        "GPTNeoX",
-        _SIZES | {"tie_word_embeddings": True, "attention_bias": False, "use_parallel_residual": False},
+        "GPTNeoX", _SIZES | {"tie_word_embeddings": True, "attention_bias": False, "use_parallel_residual": False}
     ),
     "bert": ("Bert", _SIZES),
     "olmoe": ("Olmoe", _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None}),
@@ -86,10 +58,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         _SIZES | _EXPERTS | {"n_routed_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "use_qk_norm": True},
     ),
-}
+}  # fmt: skip
 """By name: the family as transformers' classes spell it, and the fields of its configuration."""
-LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")
-"""Those that differ from Llama by facts of their configurations alone."""
 _CONFIGS = {"Gemma3": "Gemma3Text"}
 """How their configurations' names begin, where it is not the model's."""
 _MODELS = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining"}

@@ -25,24 +25,6 @@ class Reader:
         return (np.arange(length) * (number % 3 + 1) + number) % self.vocabulary
 
 
-def no_evaluation(config: Config, part: str) -> list[list[int]] | None:
-    return None if part == "eval" else [[1, 2, 3]] * 8
-
-
-def torn(config: Config, part: str) -> list[list[int]]:
-    if part == "eval":
-        raise OSError("no disk is there")
-    return [[1, 2, 3]] * 8
-
-
-def wrong_ids(config: Config, part: str) -> list[list[int]]:
-    return [[1, config.model.vocab_size]] * 8
-
-
-def sum_of_squares(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
-    return logits_SBV[targets_SB != -100].square().sum()
-
-
 def cross_entropy(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     """The family's own loss."""
     return F.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), ignore_index=-100, reduction="sum")
@@ -52,21 +34,8 @@ def mean_of_each(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     return logits_SBV.mean(dim=0)
 
 
-def without_gradient(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
-    return cross_entropy(logits_SBV, targets_SB).detach()
-
-
-def mean_that_changes_its_targets(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
-    targets_SB[0] = -100
-    return cross_entropy(logits_SBV, targets_SB) / targets_SB.numel()
-
-
 def fails(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     raise ValueError("I have no heart")
-
-
-def of_one(logits_SBV: Tensor) -> Tensor:
-    return logits_SBV.sum()
 
 
 class SignMomentum(torch.optim.Optimizer):
@@ -87,26 +56,9 @@ class SignMomentum(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(mean.sign(), alpha=group["lr"])
 
 
-class Normalized(SignMomentum):
-    """Looks at a whole tensor: no rank that has a slice of it can."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
-
-
 class WithoutStep(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-
-class Dividing(SignMomentum):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        _ = 1 / 0
 
 
 class Recorder:
@@ -116,13 +68,6 @@ class Recorder:
 
     def __call__(self, event: dict[str, Any]) -> None:
         self.heard.append(event["event"])
-
-
-class Broken:
-    def __init__(self) -> None:
-        raise RuntimeError("no room")
-
-    def __call__(self, event: dict[str, Any]) -> None: ...
 
 
 def stop_at_2(event: dict[str, Any]) -> bool:

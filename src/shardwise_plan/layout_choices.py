@@ -129,7 +129,7 @@ class LayoutChoice:
 def with_compiled_blocks(config: Config, device: Device) -> Config:
     """Return the configuration to plan with compiled blocks on CUDA, unless its recipe chooses or its layout cannot."""
     is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers or config.passes_keys)
-    is_able = is_able and config.known_shapes.any_routing is None
+    is_able = is_able and not config.known_shapes.is_sparse
     if "enabled" in config.compile.model_fields_set or not (device.is_cuda and is_able):
         return config
     return config.with_keys(compile={"enabled": True})

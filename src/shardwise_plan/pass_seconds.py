@@ -163,15 +163,15 @@ def block_seconds(s: BlockShape, device: Device, c: DeviceConstants, program: Pr
     tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
     context = _context_seconds(s, device, c, program, core)
     exchange = s.exchange(program)
-    outputs_of_router, hidden, rows, _ = exchange.scores
-    router = device_seconds.matmul(device, c, device.float32, rows, outputs_of_router, hidden)
+    scored, hidden, rows, _ = exchange.scores
+    scores = device_seconds.matmul(device, c, device.float32, rows, scored, hidden)
     # Rows travel to their weights, and the results back; nothing hides them.
     all_to_all = 2 * device_seconds.all_to_all(device, c, exchange.group, exchange.sent_bytes)
     kernels = program.kernels + core.kernels + exchange.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
         _PartSeconds(
-            matmul=sum(product(1) for product in outputs) + router,
+            matmul=sum(product(1) for product in outputs) + scores,
             attention=core.forward,
             memory_bound=passes.forward,
             tensor=tensor[0],
@@ -184,7 +184,7 @@ def block_seconds(s: BlockShape, device: Device, c: DeviceConstants, program: Pr
     )
     backward = _with_launch(
         _PartSeconds(
-            matmul=sum(product(1) for product in input_gradients) + weight_seconds + 2 * router,
+            matmul=sum(product(1) for product in input_gradients) + weight_seconds + 2 * scores,
             attention=core.backward,
             memory_bound=passes.backward,
             tensor=tensor[1],

@@ -58,8 +58,8 @@ class LeastMemory:
         precision = self._precision
         model = self._config.known_shapes
         block = partial(elements_of_block, model, layout.tensor, LocalWidths.on(layout, model))
-        kinds = [routing for routing, _ in count_blocks(model, range(model.num_hidden_layers))]
-        smallest = min(kinds, key=lambda routing: block(routing).total())
+        kinds = [kind for kind, _ in count_blocks(model, range(model.num_hidden_layers))]
+        smallest = min(kinds, key=lambda kind: block(kind).total())
         counted = block(smallest), block(smallest, True)
         owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in counted)
         elements = layers * counted[0].total()

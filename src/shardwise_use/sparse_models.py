@@ -6,13 +6,14 @@ Importers and the export to GGUF ask this file for all that models with experts 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import FamilyConfig
+from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
 
 _NUMBERED = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 NEMO_ARGUMENTS = {"num_moe_experts": "num_experts"}
@@ -25,31 +26,69 @@ MEGATRON_ARGUMENTS = {
     "moe_apply_probs_on_input": None, "moe_latent_size": None,
 }  # fmt: skip
 """Arguments of Megatron-LM that make a model which no family covers, unless they have these values."""
-MEGATRON_NAMES = (r"mlp\.experts\.(?:local_|)experts\.(\d+)\.linear_(fc[12])\.(weight)", r"experts.\1.\2")
-"""Megatron Core's names in a layer, and the role of such a weight (`importing/megatron_model.py`)."""
+MEGATRON_NAMES = (
+    (r"mlp\.router\.(weight)", "router"),
+    (r"mlp\.experts\.(?:local_|)experts\.(\d+)\.linear_(fc[12])\.(weight)", r"experts.\1.\2"),
+)
+"""Megatron Core's names in a layer, and the roles of such weights (`importing/megatron_model.py`)."""
+MEGATRON_MODULES = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), ("router", "copies"))
+"""Hugging Face's modules of these roles, and the way in which tensor-parallel ranks hold them."""
 MEGATRON_STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\.)?)([a-z].*)")
 """Its names of tensors that are stacked: what stands before a number, and behind it."""
 _MEGATRON_BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
 _DIVIDED_FILES = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")
 """Names of the files of a model with experts, of Megatron-LM and of neuronx-distributed."""
-TORCHTITAN_NAMES = {
+TORCHTITAN_NAMES = {"mlp.gate": "moe.router.gate"} | {
     f"mlp.experts.{name}_proj": f"moe.routed_experts.inner_experts.{stacked}"
     for name, stacked in (("gate", "w1_EFD"), ("down", "w2_EDF"), ("up", "w3_EFD"))
 }
-"""Canonical modules `without_expert_number` → torchtitan's tensors of all experts."""
+"""Canonical modules `without_number` → torchtitan's tensors of all experts."""
 TORCHTITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 
-def without_expert_number(name: str) -> tuple[str, int | None]:
+def without_number(name: str) -> tuple[str, int | None]:
     """For another program's names of experts, a canonical name without its expert's number, and that number or None."""
     match = _NUMBERED.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
 
 
-def refuse_divided_experts(folder: Path, file: str) -> None:
+def place_in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
+    """The fused parameter of transformers 5 that has an expert's weight: a name, its shape so far, the weight's place.
+
+    The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
+    """
+    plain, number = without_number(name)
+    if number is None:
+        return name, shape, ()
+    layer_experts, leaf, _ = plain.rsplit(".", 2)
+    is_down = leaf in ("down_proj", "w2")
+    rows = slice(None) if is_down else slice(shape[0], None) if leaf in ("up_proj", "w3") else slice(shape[0])
+    return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)
+
+
+def refuse_divided_files(folder: Path, file: str) -> None:
     """Raise ConfigError for an imported file of ranks that divide experts among them."""
     if _DIVIDED_FILES.fullmatch(file):
         raise ConfigError(f"{folder} is of a model with experts ({file}): save it again as torch_dist")
+
+
+# ---- the Trainer of transformers
+
+
+def trainer_balance(model: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """The keys of the Trainer's balance of loads, and sentences on it, by the model's `config.json` and its weights."""
+    keys: dict[str, Any] = {}
+    notes = []
+    if model.get("output_router_logits"):
+        keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
+        notes.append(
+            "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
+            "batch, and metrics.jsonl has it beside the loss"
+        )
+    if any(name.endswith(WITHOUT_GRADIENT) for name in names):
+        keys["optimizer.router_bias_rate"] = 0.0
+        notes.append("the Trainer does not change the routers' correction biases, so optimizer.router_bias_rate is 0")
+    return keys, notes
 
 
 # ---- Megatron-LM
@@ -83,16 +122,16 @@ def megatron_section(
 
 def megatron_module(name: str, config: FamilyConfig) -> tuple[str, str, int]:
     """The beginning of the role of a layer's module, its name as a module of an MLP, and the width of this MLP."""
-    plain, number = without_expert_number(name)
+    plain, number = without_number(name)
     if number is None:
         return "", name, config.intermediate_size
     return f"experts.{number}.", f"mlp.{plain.rpartition('.')[2]}", config.expert_width
 
 
 def megatron_orders(args: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The roles of the experts of a Megatron-LM layer in the order of its modules: one by one, and grouped."""
+    """The roles in a sparse layer of Megatron-LM in the order of its modules: experts one by one, and grouped."""
     each = [(f"experts.{expert}.fc1", f"experts.{expert}.fc2") for expert in range(args.get("num_experts") or 0)]
-    return [*chain(*each)], [*chain(*zip(*each, strict=True))]
+    return ["router", *chain(*each)], ["router", *chain(*zip(*each, strict=True))]
 
 
 def megatron_balance(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

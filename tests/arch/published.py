@@ -2,7 +2,8 @@
 
 From the tutorials and scripts of AWS Neuron (neuronx-distributed and aws-neuron-samples), the models' own files on the
 Hugging Face hub, and, where those disagree or are silent, the papers and configurations that the recipe names. Keys
-of a recipe that no publication gives are not here.
+of a recipe that no publication gives are not here, and no model that is one of the hub: test_recipes.py compares those
+with their `config.json`.
 """
 
 from dataclasses import dataclass
@@ -30,16 +31,9 @@ def _keys(section: str, **values: Any) -> dict[str, Any]:
 def _sizes(
     layers: int, hidden: int, heads: int, feed_forward: int, vocabulary: int, positions: int, std: float = 0.02
 ) -> dict[str, Any]:
-    return _keys(
-        "model",
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        intermediate_size=feed_forward,
-        vocab_size=vocabulary,
-        max_position_embeddings=positions,
-        initializer_range=std,
-    )
+    sizes = _keys("model", num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads)
+    sizes |= _keys("model", intermediate_size=feed_forward, vocab_size=vocabulary, max_position_embeddings=positions)
+    return {**sizes, "model.initializer_range": std}
 
 
 def _layout(tensor: int, sequence: bool, zero: int, pipeline: int = 1) -> dict[str, Any]:
@@ -54,68 +48,21 @@ def _batch(global_batch: int, micro_batch: int, sequence_length: int) -> dict[st
 def _rate(
     lr: float, warmup_steps: int, steps: int, schedule: str, betas: tuple[float, float], decay: float = 0.01
 ) -> dict[str, Any]:
-    optimizer = _keys(
-        "optimizer",
-        name="adamw",
-        lr=lr,
-        warmup_steps=warmup_steps,
-        schedule=schedule,
-        betas=betas,
-        weight_decay=decay,
-        max_norm=1.0,
-    )
-    return {"train.steps": steps, **optimizer}
+    update = _keys("optimizer", name="adamw", betas=betas, weight_decay=decay, max_norm=1.0)
+    return {"train.steps": steps, **update, **_keys("optimizer", lr=lr, warmup_steps=warmup_steps, schedule=schedule)}
 
 
-_NEOX = _keys(
-    "model",
-    rotary_pct=0.25,
-    rope_theta=10000.0,
-    layer_norm_eps=1e-5,
-    use_parallel_residual=True,
-    attention_bias=True,
-    tie_word_embeddings=False,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-) | {"train.seed": 12349, "optimizer.eps": 1e-8}
-_GPT2 = _keys(
-    "model",
-    activation_function="gelu_new",
-    layer_norm_epsilon=1e-5,
-    embd_pdrop=0.1,
-    resid_pdrop=0.1,
-    attn_pdrop=0.1,
-    tie_word_embeddings=True,
-)
+_NEOX = {"train.seed": 12349, "optimizer.eps": 1e-8}
+_BERT = {"train.seed": 12349, "optimizer.eps": 1e-6}
+_LLAMA3 = {"train.sequence_length": 8192, "optimizer.schedule": "cosine", "optimizer.warmup_steps": 8000}
 _GPT3 = {
-    **_GPT2,
-    "model.activation_function": "gelu",
-    "model.ffn_dropout": 0.1,
+    **_keys("model", activation_function="gelu", layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    **_keys("model", embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1, ffn_dropout=0.1),
     "parallel.vocab_multiple": 128,
     "optimizer.min_lr": 1e-5,
     "optimizer.constant_steps": 80_000,
     "checkpoint.every_minutes": 60,
     "train.seed": 1234,
-}
-_BERT = _keys(
-    "model",
-    hidden_act="gelu",
-    layer_norm_eps=1e-12,
-    type_vocab_size=2,
-    hidden_dropout_prob=0.1,
-    attention_probs_dropout_prob=0.1,
-    tie_word_embeddings=True,
-) | {"train.seed": 12349, "optimizer.eps": 1e-6}
-
-_LLAMA3 = {
-    **_keys("model", num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
-    "train.sequence_length": 8192,
-    "optimizer.schedule": "cosine",
-    "optimizer.warmup_steps": 8000,
-}
-_QWEN3 = {
-    **_keys("model", num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6),
-    "train.sequence_length": 4096,
 }
 
 PUBLISHED = {
@@ -124,8 +71,6 @@ PUBLISHED = {
         data=16,
         parameters=6_738_415_616,
         keys={
-            **_sizes(32, 4096, 32, 11008, 32000, 4096),
-            **_keys("model", num_key_value_heads=32, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False),
             **_layout(8, True, 1),
             **_batch(256, 1, 4096),
             **_rate(2e-5, 2000, 10000, "linear", (0.9, 0.999)),
@@ -148,37 +93,15 @@ PUBLISHED = {
             "optimizer.eps": 1e-5,
         },
     ),
-    "llama3.1-8b": Published(
-        world=128,
-        data=128,
-        parameters=8_030_261_248,
-        keys={**_sizes(32, 4096, 32, 14336, 128256, 131072), **_LLAMA3, **_keys("optimizer", lr=3e-4, min_lr=3e-6)},
-    ),
-    "llama3.1-70b": Published(
-        world=512,
-        data=16,
-        parameters=70_553_706_496,
-        keys={**_sizes(80, 8192, 64, 28672, 128256, 131072), **_LLAMA3, **_keys("optimizer", lr=1.5e-4, min_lr=1.5e-6)},
-    ),
-    "qwen3-0.6b": Published(
-        world=8,
-        data=8,
-        parameters=596_049_920,
-        keys={**_sizes(28, 1024, 16, 3072, 151936, 40960), **_QWEN3, "model.tie_word_embeddings": True},
-    ),
-    "qwen3-8b": Published(
-        world=64,
-        data=64,
-        parameters=8_190_735_360,
-        keys={**_sizes(36, 4096, 32, 12288, 151936, 40960), **_QWEN3, "model.tie_word_embeddings": False},
-    ),
+    "llama3.1-8b": Published(128, 128, 8_030_261_248, {**_LLAMA3, **_keys("optimizer", lr=3e-4, min_lr=3e-6)}),
+    "llama3.1-70b": Published(512, 16, 70_553_706_496, {**_LLAMA3, **_keys("optimizer", lr=1.5e-4, min_lr=1.5e-6)}),
+    "qwen3-0.6b": Published(8, 8, 596_049_920, {"train.sequence_length": 4096}),
+    "qwen3-8b": Published(64, 64, 8_190_735_360, {"train.sequence_length": 4096}),
     "olmo3-7b": Published(
         world=256,
         data=256,
         parameters=7_298_011_136,
         keys={
-            **_sizes(32, 4096, 32, 11008, 100278, 65536),
-            **_keys("model", num_key_value_heads=32, sliding_window=4096, rms_norm_eps=1e-6, rope_theta=500000.0),
             **_layout(1, False, 3),
             **_batch(512, 1, 8192),
             # int(5e12) // (8192 · 512)
@@ -192,8 +115,6 @@ PUBLISHED = {
         data=192,
         parameters=3_075_098_624,
         keys={
-            **_sizes(36, 2048, 16, 11008, 128256, 65536),
-            **_keys("model", num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=5e6, tie_word_embeddings=True),
             **_layout(2, True, 0),
             **_batch(576, 3, 4096),
             **_rate(2e-4, 2000, 4_720_000, "wsd", (0.9, 0.95), decay=0.1),
@@ -201,26 +122,12 @@ PUBLISHED = {
             "train.seed": 6,
         },
     ),
-    "gemma3-1b": Published(
-        world=64,
-        data=32,
-        parameters=999_885_952,
-        keys={
-            **_sizes(26, 1152, 4, 6912, 262144, 32768),
-            **_keys("model", num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=256, sliding_window=512),
-            **_keys("model", rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True),
-            "train.sequence_length": 32768,
-        },
-    ),
+    "gemma3-1b": Published(64, 32, 999_885_952, {"train.sequence_length": 32768}),
     "olmoe-1b-7b": Published(
         world=64,
         data=64,
         parameters=6_919_161_856,
-        active=1_281_884_160,
         keys={
-            **_sizes(16, 2048, 16, 1024, 50304, 4096),
-            **_keys("model", num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, rms_norm_eps=1e-5),
-            **_keys("model", rope_theta=10000.0, tie_word_embeddings=False),
             **_layout(1, False, 1),
             **_batch(1024, 2, 4096),
             **_rate(4e-4, 2500, 1_223_842, "cosine", (0.9, 0.95), decay=0.1),
@@ -229,40 +136,16 @@ PUBLISHED = {
             "optimizer.router_z_loss": 0.001 / 16,
             "parallel.expert": 8,
         },
+        active=1_281_884_160,
     ),
-    "qwen3-30b-a3b": Published(
-        world=64,
-        data=64,
-        parameters=30_532_122_624,
-        active=3_352_821_760,
-        keys={
-            **_sizes(48, 2048, 32, 6144, 151936, 40960),
-            **_keys("model", num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6),
-            **_keys("model", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
-            **_keys("model", tie_word_embeddings=False, decoder_sparse_step=1),
-            "parallel.expert": 8,
-        },
-    ),
-    "mixtral-8x7b": Published(
-        world=64,
-        data=16,
-        parameters=46_702_792_704,
-        active=12_879_659_008,
-        keys={
-            **_sizes(32, 4096, 32, 14336, 32000, 32768),
-            **_keys("model", num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5),
-            **_keys("model", rope_theta=1e6, tie_word_embeddings=False),
-            "parallel.expert": 8,
-        },
-    ),
+    "qwen3-30b-a3b": Published(64, 64, 30_532_122_624, {"parallel.expert": 8}, active=3_352_821_760),
+    "mixtral-8x7b": Published(64, 16, 46_702_792_704, {"parallel.expert": 8}, active=12_879_659_008),
     "gpt-neox-6.9b": Published(
         world=128,
         data=16,
         parameters=6_857_302_016,
         keys={
-            **_sizes(32, 4096, 32, 16384, 50432, 2048),
             **_NEOX,
-            "model.hidden_act": "gelu",
             **_layout(8, False, 1),
             **_batch(256, 1, 2048),
             **_rate(1.2e-4, 15, 1550, "linear", (0.9, 0.95)),
@@ -274,9 +157,7 @@ PUBLISHED = {
         data=4,
         parameters=20_554_567_680,
         keys={
-            **_sizes(44, 6144, 64, 24576, 50432, 2048),
             **_NEOX,
-            "model.hidden_act": "gelu_fast",
             **_layout(32, True, 1),
             **_batch(256, 1, 2048),
             **_rate(0.97e-4, 100, 10000, "cosine", (0.9, 0.95)),
@@ -284,27 +165,12 @@ PUBLISHED = {
             "train.recompute": "full",
         },
     ),
-    "gpt-neox-20b-pp4": Published(
-        world=128,
-        data=4,
-        parameters=20_554_567_680,
-        keys={
-            **_sizes(44, 6144, 64, 24576, 50432, 2048),
-            **_NEOX,
-            "model.hidden_act": "gelu_fast",
-            **_layout(8, True, 1, pipeline=4),
-            **_batch(256, 1, 2048),
-            **_rate(0.97e-4, 100, 10000, "cosine", (0.9, 0.95)),
-            "optimizer.min_lr": 0.97e-5,
-            "train.recompute": "full",
-        },
-    ),
+    "gpt-neox-20b-pp4": Published(128, 4, 20_554_567_680, _layout(8, True, 1, pipeline=4)),
     "bert-large": Published(
         world=32,
         data=4,
         parameters=336_226_108,
         keys={
-            **_sizes(24, 1024, 16, 4096, 30522, 512),
             **_BERT,
             **_layout(8, False, 0),
             **_batch(16384, 64, 128),
@@ -318,7 +184,6 @@ PUBLISHED = {
         data=4,
         parameters=336_226_108,
         keys={
-            **_sizes(24, 1024, 16, 4096, 30522, 512),
             **_BERT,
             **_layout(8, False, 0),
             **_batch(32768, 16, 512),
@@ -333,8 +198,6 @@ PUBLISHED = {
         data=8,
         parameters=124_439_808,
         keys={
-            **_sizes(12, 768, 12, 3072, 50257, 1024),
-            **_GPT2,
             **_layout(1, False, 1),
             **_batch(512, 8, 1024),
             **_rate(6e-4, 715, 572205, "cosine", (0.9, 0.95), decay=0.1),
@@ -346,8 +209,6 @@ PUBLISHED = {
         data=32,
         parameters=1_557_611_200,
         keys={
-            **_sizes(48, 1600, 25, 6400, 50257, 1024),
-            **_GPT2,
             **_layout(1, False, 1),
             **_batch(32, 1, 1024),
             **_rate(1.5e-4, 75, 100000, "cosine", (0.9, 0.999)),

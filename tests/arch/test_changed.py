@@ -9,6 +9,7 @@ from scripts.changed_tests import concerned, modules
 from scripts.check_mutants import load_mutants
 
 
+@pytest.mark.slow
 def test_the_tests_that_notice_a_fault_of_a_file_are_run_when_it_has_changed() -> None:
     """The faults of tests/mutants whose files are named by their module alone."""
     files = defaultdict[str, list[str]](list)

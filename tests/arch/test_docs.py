@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import shardwise as shardwise_package
-from scripts import environment_variables, site
+from scripts import environment_variables, pipeline_tables, site
 from scripts.write_docs import (
     API,
     BEGINNINGS,
@@ -27,7 +27,7 @@ from scripts.write_docs import (
     with_addresses,
 )
 from shardwise.config import load_config, recipe_names
-from tests.arch.source import ROOT, config_fields, headings
+from tests.arch.source import ROOT, config_fields, headings, package_files, tree
 from tests.arch.test_audit import is_command
 from tests.e2e.command import shardwise
 from tests.e2e.test_pages import shape
@@ -44,10 +44,6 @@ SCRIPTS = {
 }
 
 
-def test_there_is_something_to_check() -> None:
-    assert {"zero1.py", "layers.py"} <= set(SCRIPTS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
@@ -58,14 +54,6 @@ def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
     assert "Warning" not in done.err
     shown = LOOP.partition(f"{SCRIPTS[name]}```\n\n<!-- excerpt -->\n```text\n")[2].partition("```")[0]
     assert shape(done.out) == shape(shown if name == "zero1.py" else "")
-
-
-def test_readme_keys_exist() -> None:
-    sections = "|".join({key.partition(".")[0] for key in config_fields()})
-    prose = re.sub(r"^```python\n.*?^```|\]\(.*?\)", "", README, flags=re.MULTILINE | re.DOTALL)
-    named = set(re.findall(rf"\b((?:{sections})\.[a-z_]+)\b", prose))
-    assert named
-    assert named <= {*config_fields(), "model.config"}  # it becomes the fields of a family before they are checked
 
 
 def test_readme_names_the_families_of_the_recipes() -> None:
@@ -90,10 +78,19 @@ def test_generated_page_is_current() -> None:
     assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
     assert READERS.read_text(encoding="utf-8") == readers_page(), "run `make pages`"
     assert environment_variables.PAGE.read_text(encoding="utf-8") == environment_variables.page(), "run `make pages`"
+    assert pipeline_tables.PAGE.read_text(encoding="utf-8") == pipeline_tables.page(), "run `make pages`"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for beginning in BEGINNINGS:
         text = beginning.read_text(encoding="utf-8")
         assert text == with_addresses(text, project), "run `make pages`"
+
+
+def test_zero_shares_out_state_and_nothing_else() -> None:
+    """As the page on pipelines says."""
+    for without, with_zero in zip(*(pipeline_tables.needed(f"optimizer.zero={n}") for n in (0, 1)), strict=True):
+        (before, after) = ({**dict(each.rows()), "optimizer": None} for each in (without, with_zero))
+        assert before == after
+        assert with_zero.optimizer * 4 == without.optimizer
 
 
 @pytest.mark.parametrize("page", BEGINNINGS, ids=lambda path: path.stem)
@@ -121,7 +118,8 @@ def test_a_fork_sets_its_addresses_in_one_place(page: Path) -> None:
 def test_each_environment_variable_of_the_code_is_on_its_page_and_no_other() -> None:
     record = environment_variables.recorded()
     assert len(set(record)) == len(record)
-    assert set(record) == environment_variables.read_in_code(), "see scripts/environment_variables.py"
+    found = environment_variables.read_in_code({path: tree(path) for path in package_files()})
+    assert set(record) == found, "see scripts/environment_variables.py"
     assert {"SHARDWISE_CACHE", "RANK", "SLURM_PROCID", "ROLE_RANK", "CC", "TERM"} <= set(record), "each kind of use"
     assert len(environment_variables.page().split()) < 700
 
@@ -156,16 +154,6 @@ def test_the_site_has_a_menu_of_all_pages_in_short_sections_and_every_public_nam
     assert sorted(named) == sorted(set(shardwise_package.__all__) - {"Config"}), (
         "docs/configuration.md has Config's keys"
     )
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda path: path.stem)
-def test_a_tutorial_says_where_its_data_and_names_are(page: Path) -> None:
-    links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    if page.name != "all-five.md":
-        assert "all-five.md" in links
-        return
-    assert any(link.startswith(("../data.md#", "../data-formats.md#")) for link in links)
-    assert "../porting.md" in links
 
 
 GENERATED = ("docs/api.md", "docs/configuration.md", "docs/model-keys.md")
@@ -252,6 +240,31 @@ def test_commands_in_the_text_exist() -> None:
     assert [each for each in sorted(named) if not is_command(each)] == []
 
 
+ORIGINAL = re.compile(r"^## [^\n]*original.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+"""A section of a tutorial that compares with the original."""
+OTHER_NAMES = ("docs/comparison.md", "docs/porting.md")
+"""Pages with the keys of other programs."""
+
+
+def test_keys_in_the_text_exist() -> None:
+    """The first column of a table of a tutorial and, in `ORIGINAL`, items up to a colon have the original's keys."""
+    sections = "|".join({key.partition(".")[0] for key in config_fields()})
+    groups = {key.rpartition(".")[0] for key in config_fields()}
+    known = {*config_fields(), *groups, "model.config", "model.safetensors", "optimizer.pt"}
+    unknown, count = [], 0
+    for source in PAGES:
+        name = source.relative_to(ROOT).as_posix()
+        text = re.sub(r"^```\w+\n.*?^```", "", source.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        if name.startswith("docs/tutorials/"):
+            text = re.sub(r"^\| .*? \|", "|", text, flags=re.MULTILINE)
+            text = ORIGINAL.sub(lambda section: re.sub(r"^- .*?: ", "- ", section[0], flags=re.MULTILINE), text)
+        named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\()", text))
+        count += len(named)
+        unknown += [f"{name}: {key}" for key in sorted(named - known) if name not in OTHER_NAMES]
+    assert count > 500
+    assert unknown == []
+
+
 def test_links_lead_somewhere() -> None:
     links = [
         (source, link, anchor)
@@ -276,15 +289,3 @@ def test_release_files_have_the_version() -> None:
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
     assert "## [Unreleased]" in changelog
     assert not released or released[0][0] == version, f"the newest section of the changelog is {released[0]}"
-
-
-@pytest.mark.parametrize(
-    "form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
-)
-def test_issue_forms_can_be_filled_in(form: Path) -> None:
-    """https://docs.github.com/en/communities/using-templates-to-encourage-useful-issues-and-pull-requests"""
-    found = yaml.safe_load(form.read_text(encoding="utf-8"))
-    assert found["name"]
-    assert found["description"]
-    assert all(part["type"] in ("textarea", "input") and part["attributes"]["label"] for part in found["body"])
-    assert len({part["id"] for part in found["body"]}) == len(found["body"])

@@ -49,21 +49,11 @@ def test_a_changed_input_renews_the_environment(checkout: Path, name: str) -> No
     assert make(checkout, "--question", "env").returncode == 1
 
 
-def test_another_torch_is_installed_into_a_complete_environment(checkout: Path) -> None:
-    assert "scripts/env.sh 2.11.0" in make(checkout, "--dry-run", "env", "TORCH=2.11.0").stdout
-
-
 def test_a_missing_python_is_named(checkout: Path) -> None:
     (checkout / ".venv" / ".complete").unlink()
     result = make(checkout, "env", "PYTHON=false")
     assert result.returncode != 0
     assert "no Python >= 3.11 found (looked for: false)" in result.stderr
-
-
-def test_the_quickstart_takes_arguments(checkout: Path) -> None:
-    command = make(checkout, "--dry-run", "train", "ARGS=train.steps=3").stdout
-    assert "shardwise train quickstart" in command
-    assert "train.steps=3" in command
 
 
 def test_pins_name_versions_only() -> None:
@@ -144,21 +134,6 @@ def test_training_installs_the_package_and_tests_the_tools_too(installers: Insta
     assert installers.stamps() == {".runtime", ".complete"}
     assert installers.make("env", "runtime").returncode == 0
     assert not installers.calls
-
-
-@pytest.mark.parametrize("target", ["test", "lint", "typecheck", "site", "pages", "bench"])
-def test_other_targets_have_the_tools(checkout: Path, target: str) -> None:
-    (checkout / ".venv" / ".complete").unlink()
-    commands = make(checkout, "--dry-run", target).stdout
-    assert "scripts/env.sh\n" in commands
-    assert "--runtime" not in commands
-
-
-def test_training_does_not_wait_for_the_tools(checkout: Path) -> None:
-    (checkout / ".venv" / ".complete").unlink()
-    commands = make(checkout, "--dry-run", "train").stdout
-    assert "scripts/env.sh --runtime\n" in commands
-    assert "scripts/env.sh\n" not in commands
 
 
 def test_pip_installs_where_uv_fails_or_is_not_wanted(installers: Installers) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.check_mutants import Mutant, Result, load_mutants, stale_mutants, table
+from scripts.check_mutants import Mutant, Result, load_mutants, stale_mutants
 
 LEAST = 400
 """Faults that fit the source: stale ones are not run, and many of them would go unnoticed."""
@@ -38,14 +38,10 @@ MUTANT = Mutant("id", "meter:Meter.read", "value and scale", "value", "It breaks
         ("meter:Meter.read", "value and scale", "scale", "if scale:"),
         ("meter:Meter.read", "scale + 1", "scale - 1 if scale else 1", "return value * (scale - 1 if scale else 1)"),
         ("meter:Meter.read", "2", "3", "scale=3"),
-        ("meter:Meter.read", "value > LIMIT", "False", "elif False:"),
         ("meter:Meter.read", "self.value = f'{value}'\nreturn None", "return 1", "scale:\n            return 1\n"),
-        ("meter:Meter.read", "self.value", "self.other", "self.other = f'{value}'"),
         ("meter:Meter.read", "scale=2):", "scale=2, offset=0):", "scale=2, offset=0):"),
         ("meter:Meter.read", "if value and ( scale", "if ( value", "if ( value\n"),
-        ("meter:Meter", "unit: str = 's'", "pass", "class Meter:\n    pass\n"),
         ("meter:read", 'value = "a b"', "value = 0", "def read(value):\n    value = 0\n"),
-        ("meter:read", '"a b"', "0", "value = 0\n"),
         ("meter:", "LIMIT = 3", "LIMIT = 4", "LIMIT = 4\n"),
     ],
 )
@@ -60,9 +56,7 @@ def test_a_piece_is_found_by_syntax(at: str, find: str, new: str, expected: str)
     [
         ("meter:Meter.read", "value and LIMIT", 0),
         ("meter:Meter.read", "scale", 2),
-        ("meter:read", "value > LIMIT", 0),
         ("meter:Meter.write", "value and scale", 0),
-        ("meter:", "return value", 0),
     ],
 )
 def test_a_stale_fault_is_an_error(at: str, find: str, times: int) -> None:
@@ -103,14 +97,3 @@ def test_a_time_out_is_noticed_only_where_the_fault_may_hang() -> None:
     assert not Result(MUTANT, "timed out").is_caught
     assert Result(replace(MUTANT, hangs=True), "timed out").is_caught
     assert not Result(MUTANT, "broken").is_caught
-
-
-def test_a_part_of_the_faults_updates_the_table() -> None:
-    plain = replace(MUTANT, id="plain")
-    other = replace(MUTANT, id="other")
-    first = table([Result(plain, "survived"), Result(other, "caught", by="t::a")], [plain, other], "")
-    assert "**1 of 2 are caught.**" in first
-    second = table([Result(plain, "caught", by="t::b")], [plain, other], first)
-    assert "**2 of 2 are caught.**" in second
-    assert second.index("`plain`") < second.index("`other`")
-    assert "`other`" not in table([], [plain], second), "a fault that is no more has no row"

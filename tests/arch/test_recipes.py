@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from shardwise.models.parameter_counts import matmul_parameter_count, parameter_
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
 from tests.e2e.command import within
+from tests.sweeps import few
 from tests.unit.config.hub import FILES
 
 RECIPES = sorted(path.stem for path in (PACKAGE / "config/recipes").glob("*.yaml"))
@@ -46,13 +45,6 @@ HUB_MODELS = {
     "mixtral-8x7b": "Mixtral-8x7B-v0.1",
 }
 
-DRY_RUN = """
-import sys
-sys.modules["torch"] = None
-from shardwise.cli import main
-sys.exit(main(["train", "gpt3-175b", "--nproc", sys.argv[1], "--dry-run"]))
-"""
-
 
 def ranks_of_one_copy(config: Config) -> int:
     """Of a sparse model, the ranks that divide its experts have one copy of these together."""
@@ -65,27 +57,9 @@ def value(config: Config, key: str) -> Any:
 
 
 def test_the_recipes_of_this_version_are_here() -> None:
-    tiny = {
-        "llama2-tiny",
-        "llama3-tiny",
-        "gpt-tiny",
-        "gpt-neox-tiny",
-        "bert-tiny",
-        "gpt2-xl-tiny",
-        "gpt3-tiny",
-        "olmoe-tiny",
-        "qwen3-moe-tiny",
-        "mixtral-tiny",
-        "glm4-moe-tiny",
-    }
+    dense = {"llama2-tiny", "llama3-tiny", "gpt-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny", "gpt3-tiny"}
+    tiny = dense | {"olmoe-tiny", "qwen3-moe-tiny", "mixtral-tiny", "glm4-moe-tiny"}
     assert set(RECIPES) == {"quickstart", "llama-small", "sft-tiny", *tiny, *PUBLISHED}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_fits_its_own_layout(recipe: str) -> None:
-    config = load_config(recipe)
-    layout = check_layout(config, ranks_of_one_copy(config))
-    assert layout.data == config.parallel.expert
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
@@ -105,28 +79,18 @@ def test_recipe_has_the_model_of_the_hub(recipe: str, tmp_path: Path) -> None:
     assert load_config(recipe, [f"model.config={tmp_path}"]).model == load_config(recipe).model
 
 
-def test_phase_2_trains_the_model_of_phase_1() -> None:
-    first, second = load_config("bert-large"), load_config("bert-large-phase2")
-    assert first.model == second.model
-    assert second.checkpoint.load == f"runs/bert-large/checkpoints/step-{first.train.steps:08}"
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, "bert-large", "gpt3-175b", "gpt3-tiny", "olmoe-1b-7b", "quickstart"))
 def test_dry_run_shows_layout_and_size(recipe: str, tmp_path: Path) -> None:
     published = PUBLISHED.get(recipe)
     world = published.world if published else ranks_of_one_copy(load_config(recipe))
     shown = within("train", recipe, "--nproc", str(world), "--dry-run", at=tmp_path).succeeded().out
     assert f"= {world} rank" in shown
     assert "FLOPs per token" in shown
+    if recipe == "gpt3-tiny":
+        assert "TP 2 + SP × PP 2 × DP 1 = 4 ranks, ZeRO-1" in shown
     if published:
         assert re.search(rf"DP {published.data}( \(EP \d+\))? =", shown)
         assert f"({published.parameters:,})" in shown
-
-
-def test_dry_run_is_torch_free(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DRY_RUN, str(PUBLISHED["gpt3-175b"].world)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -234,18 +198,9 @@ def test_gpt3_has_32_sequences_for_each_node(recipe: str, nodes: int) -> None:
     assert check_layout(config, 32 * nodes).accumulation(config.train) == config.parallel.ranks
 
 
-def test_gpt3_tiny_runs_on_eight_ranks() -> None:
-    config = load_config("gpt3-tiny")
-    layout = check_layout(config, 8)
-    assert (layout.tensor, layout.sequence_parallel, layout.pipeline, layout.data) == (2, True, 2, 2)
-    assert config.optimizer.zero == 1
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_printed_recipe_is_the_shipped_file(recipe: str, tmp_path: Path) -> None:
-    result = within("recipes", recipe, at=tmp_path)
-    assert result.code == 0, result.err
-    assert result.out == (PACKAGE / "config/recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
+def test_printed_recipe_is_the_shipped_file(tmp_path: Path) -> None:
+    printed = within("recipes", "bert-large", at=tmp_path).succeeded().out
+    assert printed == (PACKAGE / "config/recipes/bert-large.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("accelerators", [1, 2, 3, 4, 6, 8, 16])

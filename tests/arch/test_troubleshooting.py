@@ -14,7 +14,7 @@ import yaml
 from shardwise.base.errors import see
 from shardwise.cli import main
 from shardwise.runs.folder import EVENTS
-from tests.arch.source import ROOT, config_fields, package_files, tree
+from tests.arch.source import ROOT, package_files, tree
 
 FOLDER = ROOT / "docs/troubleshooting"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
@@ -87,14 +87,6 @@ def test_a_message_is_quoted_as_a_test_asserts_it(name: str) -> None:
     asserted = (ROOT / test).read_text(encoding="utf-8")
     for part in (part.strip(" ,;(") for part in found[1].split("…")):
         assert part in asserted or part in asserted.replace("\\", ""), f"{test} asserts no {part!r} of {name}"
-
-
-def test_its_keys_exist() -> None:
-    sections = "|".join({key.partition(".")[0] for key in config_fields()})
-    pages = [*PAGES.values(), (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")]
-    keys = {key for text in pages for key in re.findall(rf"`((?:{sections})\.[a-z_]+)", text)}
-    assert keys
-    assert keys <= {*config_fields(), "model.config"}
 
 
 def test_its_events_exist() -> None:

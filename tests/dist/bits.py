@@ -11,7 +11,7 @@ from tests.dist.cells import Cell, configuration
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_data
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass

@@ -250,16 +250,12 @@ def _drawn(generator: random.Random) -> dict[str, Any]:
 def small(*cells: Cell) -> tuple[Cell, ...]:
     """The cells with few blocks and samples, since each collective of tensor parallelism takes milliseconds.
 
-    A pipeline rank has two stages at least, and a pipeline of n ranks 2n micro-batches, which DualPipeV needs. Where
-    there is tensor parallelism alone, there are two micro-batches.
+    A pipeline rank has two stages at least, and a pipeline of n ranks 2n micro-batches, which DualPipeV needs. Other
+    ranks have two micro-batches.
     """
-    blocks = {1: 4, 2: 4, 4: 8}
+    blocks = {1: 2, 2: 4, 4: 8}
     return tuple(
-        replace(
-            cell,
-            layers=2 if cell.tensor > 1 and cell.pipeline == 1 else blocks[cell.pipeline],
-            batch=4 if cell.tensor > 1 and cell.data == 1 else 8,
-        )
+        replace(cell, layers=blocks[cell.pipeline], batch=8 if cell.data > 1 or cell.pipeline > 2 else 4)
         for cell in cells
     )
 
@@ -277,17 +273,7 @@ def array() -> tuple[Cell, ...]:
     return tuple(found)
 
 
-@functools.cache
-def covering() -> tuple[Cell, ...]:
-    """Cells of the array in which each choice occurs: the one with the most missing choices, again and again."""
-    missing, found = {choice for cell in array() for choice in _chosen(cell)}, list[Cell]()
-    while missing:
-        found.append(max(array(), key=lambda cell: len(_chosen(cell) & missing)))
-        missing -= _chosen(found[-1])
-    return tuple(found)
-
-
-def _chosen(cell: Cell) -> set[tuple[str, Any]]:
+def chosen(cell: Cell) -> set[tuple[str, Any]]:
     return {(name, getattr(cell, name)) for name in AXES}
 
 
@@ -312,6 +298,25 @@ def pipelines() -> list[Cell]:
     return [replace(c, layers=8, batch=max(8, 2 * c.pipeline * c.data)) for c in cells if c.world <= 8]
 
 
+COVERING = small(
+    Cell(
+        "gpt_neox", tensor=2, sequence=True, data=2, zero=1, recompute="full", optimizer="lamb", documents=True,
+        uneven=True,
+    ),
+    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, context_keys="ring"),
+    Cell(
+        "bert", schedule="interleaved", pipeline=2, tensor=2, sequence=True, overlap="pieces", recompute="selective",
+        dropout=True,
+    ),
+    Cell("gpt", variant=True, schedule="gpipe", pipeline=4, recompute="selective", documents=True, uneven=True),
+    Cell("llama", variant=True, schedule="zbv", pipeline=2, context=2, dropout=True, documents=True),
+    Cell("gpt", schedule="1f1b", pipeline=2, data=2, recompute="selective", dropout=True),
+    Cell("gpt_neox", context=4, context_keys="ring", recompute="full"),
+    Cell("llama", schedule="interleaved_zero_bubble", pipeline=4, optimizer="lamb", uneven=True),
+    Cell("bert", data=4, dropout=True),
+    Cell("llama", variant=True, tensor=4, sequence=True, overlap="pieces", optimizer="lamb", documents=True),
+)  # fmt: skip
+"""Each choice of the array occurs in one of them."""
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
     Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),

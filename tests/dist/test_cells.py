@@ -20,7 +20,7 @@ from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import stage_plan
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist import cells
-from tests.dist.cells import EIGHT_RANKS, RANKS, Cell, Measured, Sent, array, configuration, covering, measure, small
+from tests.dist.cells import COVERING, EIGHT_RANKS, RANKS, Cell, Measured, Sent, array, configuration, measure, small
 from tests.dist.training import FAMILIES
 
 AGAIN = "keys and values, gathered again"
@@ -63,10 +63,9 @@ FP8 = small(
     Cell("gpt", schedule="zbv", pipeline=2, context=2, recompute="selective", matmul="fp8"),
 )
 """In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
-CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
-OFTEN = {*covering(), LIKE_LLAMA[0], FP8[0]}
-SELDOM = {*array(), *CURVES[1:], SPECIAL[1], *LIKE_LLAMA, *FP8, *EIGHT_RANKS, *OTHER_PRECISIONS[1:8]} - OFTEN
-"""What differs from cells that always run by a fact of the model, by a schedule, or by which choices meet."""
+CELLS = [*COVERING, *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
+SELDOM = {*CURVES[1:], SPECIAL[1], *LIKE_LLAMA[1:], *FP8[1:], *EIGHT_RANKS, *OTHER_PRECISIONS[1:8]}
+"""What differs from cells that always run by a fact of the model, or by a schedule."""
 Train = Callable[[Cell], list[Measured]]
 
 
@@ -122,11 +121,13 @@ def by_name(given: Any) -> Any:
     return pytest.mark.parametrize("cell", marked, ids=lambda cell: cell.name)
 
 
+@pytest.mark.slow
 def test_every_two_choices_that_can_meet_do() -> None:
     met = set(itertools.chain.from_iterable(map(cells.pairs, array())))
     assert met == cells.possible_pairs()
     assert len(array()) <= 45, "the array has grown: does each new choice need an axis of its own?"
     assert {cell.family for cell in CURVES} == {cell.family for cell in array()}
+    assert set().union(*map(cells.chosen, COVERING)) == set().union(*map(cells.chosen, array()))
 
 
 @by_name(CELLS)
@@ -181,7 +182,7 @@ def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sweep("cell", lambda: [*cells.sweep(100), *cells.pipelines()])
+@pytest.mark.sweep("cell", lambda: [*array(), *cells.sweep(100), *cells.pipelines()])
 def test_any_other_cell_trains_like_one_process(
     cell: Cell, ranks: Any, record_property: Callable[[str, object], None]
 ) -> None:
@@ -191,6 +192,7 @@ def test_any_other_cell_trains_like_one_process(
     errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
     assert max(errors.values()) <= 1e-5, errors
     assert everyone[0].losses == pytest.approx(one.losses, rel=1e-5)
+    check_costs(cell, everyone)
     record_property("loss", max(abs(a / b - 1) for a, b in zip(everyone[0].losses, one.losses, strict=True)))
     record_property("gradient", max(errors.values()))
 
@@ -207,12 +209,16 @@ def test_gradients_of_mixed_precision_are_those_of_one_process(cell: Cell, train
     assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
 
 
-@by_name([*array(), *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
+@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
 def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
+    check_costs(cell, trained(cell))
+
+
+def check_costs(cell: Cell, everyone: list[Measured]) -> None:
     config = configuration(cell)
     layout = check_layout(config, cell.world)
     memory = memory_by_rank(config, layout)
-    for rank, found in enumerate(trained(cell)):
+    for rank, found in enumerate(everyone):
         stage, data, tensor = found.place
         transfers = step_transfers(config, layout, pipeline_rank=stage, data_rank=data, tensor_rank=tensor)
         sent = wire_bytes(transfers)
@@ -242,7 +248,7 @@ def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
         assert found.state["elements"] == elements, f"rank {rank} holds other parameters than the plan has"
 
 
-@by_name([*array(), *SPECIAL, *LIKE_LLAMA, *OTHER_PRECISIONS])
+@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *OTHER_PRECISIONS])
 def test_optimizer_state_is_8_12_or_4_bytes_a_parameter(cell: Cell, trained: Train) -> None:
     """Over the ranks that share it, padding of buckets left out."""
     everyone = trained(cell)

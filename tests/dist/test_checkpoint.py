@@ -80,14 +80,7 @@ FEW = {(4, 2, True, 0, 1), (4, 1, False, 3, 2)}
 
 @pytest.mark.parametrize(("size", "tensor", "sequence", "zero", "replicate"), few(LAYOUTS, *FEW))
 def test_reshard(
-    size: int,
-    tensor: int,
-    sequence: bool,
-    zero: int,
-    replicate: int,
-    written: tuple[str, Result],
-    ranks: Any,
-    tmp_path: Path,
+    size: int, tensor: int, sequence: bool, zero: int, replicate: int, written: Any, ranks: Any, tmp_path: Path
 ) -> None:
     """One process → this layout: bit-equal, and trains on alike; this layout → one process: bit-equal again."""
     source, wanted = written
@@ -95,8 +88,7 @@ def test_reshard(
     found, *_ = on_ranks(ranks, size, run, config, 0, STEPS_AFTER, source, str(tmp_path))
     assert found.saved[0].problem is None, found.saved[0].problem
     assert not differences(found.state, wanted.state), "after loading"
-    for step, (loss, reference) in enumerate(zip(found.losses, wanted.losses[STEPS_BEFORE:], strict=True), start=1):
-        assert loss == pytest.approx(reference, rel=1e-5), f"loss {step} steps after loading"
+    assert found.losses == pytest.approx(wanted.losses[STEPS_BEFORE:], rel=1e-5), "losses after loading"
     back = run(config_of(), 0, 0, step_folder(tmp_path, STEPS_BEFORE), None)
     assert not differences(back.state, wanted.state), "written by this layout, read by one process"
 
@@ -238,7 +230,7 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
     state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())
     assert results[0].saved[0].bytes == pytest.approx(state, rel=0.01), "bytes of files over bytes of state"
-    for reading in (config_of(4, model=model), config_of(1, zero=0, model=model), config_of(2, model=model)):
+    for reading in (config_of(4, model=model), config_of(1, zero=0, model=model)):
         read = sum(on_ranks(ranks, 4, bytes_read, reading, step_folder(tmp_path, 1)))
         assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read"
 

@@ -82,7 +82,6 @@ def losses(
     pairs = "nsp" in config.model.objectives
     trainer = build_trainer(config, mesh, make_data(length=16, pairs=pairs))
     if folder is not None:
-        assert trainer.compilation is not None
         trainer.compilation.folder = Path(folder)
     found = [trainer.step().loss, trainer.evaluator.held_out()[0]]
     found += [*(trainer.step().loss for _ in range(steps - 1)), trainer.evaluator.held_out()[0]]
@@ -118,7 +117,7 @@ def check(ranks: Any, cell: Cell, backend: str, steps: int, tolerance: float = 1
 
 @pytest.mark.parametrize("name", few(CELLS, OFTEN))
 def test_compiled_training_has_the_losses_of_eager_training(name: str, ranks: Any) -> None:
-    check(ranks, CELLS[name], "aot_eager", steps=3)
+    check(ranks, CELLS[name], "aot_eager", steps=2)
 
 
 def generated() -> tuple[float, int]:
@@ -130,7 +129,6 @@ def generated() -> tuple[float, int]:
     )
     difference = abs(trainer.step().loss / eager.step().loss - 1)
     eager.feed.close()
-    assert trainer.compilation is not None
     before, cache = len(trainer.compilation.graphs), KeyValueCache(16)
     model: Any = trainer.model
     for length in (3, *[1] * 9):

@@ -2,14 +2,11 @@
 
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
@@ -54,7 +51,6 @@ def by_hand(batches: list[Batch]) -> Rows:
 def feed_of(config: Config, mesh: Mesh) -> tuple[Feed, Any, Any]:
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     train, evaluation = (make_batches(config, data, part) for part in ("train", "eval"))
-    assert train is not None
     return Feed(config, mesh, train, evaluation), train, evaluation
 
 
@@ -133,42 +129,6 @@ def test_an_error_of_a_reading_thread_comes_with_the_step_that_needs_the_batch()
     with pytest.raises(DataError, match="row 7 is broken"):
         feed.at(4, following=4)
     feed.close()
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    layouts=st.lists(
-        st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5
-    ),
-    samples=st.integers(3, 40),
-)
-def test_stops_layouts_and_workers_do_not_change_the_global_batches(
-    layouts: list[tuple[int, int, int]], samples: int
-) -> None:
-    """A run in parts: of each its data-parallel degree, its workers, and the steps after which it stops."""
-    batches = TokenBatches(np.arange(4 * samples + 1, dtype=np.int32), 4, 11)
-    size, position = 4, 0
-    for degree, workers, steps in layouts:
-        config = make_config(data={"workers": workers}, train={"global_batch": size, "micro_batch": 1})
-        ranks = [mesh_of(rank, degree) for rank in range(degree)]
-        feeds = [Feed(config, mesh, batches, None) for mesh in ranks]
-        for step in range(steps):
-            # As much is read ahead as if the run went on for long.
-            found = [feed.at(position, following=100 - step) for feed in feeds]
-            rows = [each for column in zip(*found, strict=True) for each in column]
-            wanted = batches.global_batch(position, size)
-            for name, array in wanted.inputs.items():
-                together = np.concatenate([row.inputs[name].numpy() for row in rows], axis=1)
-                assert np.array_equal(together, array), f"{name} after {position} samples at DP {degree}"
-            position += size
-        for feed in feeds:
-            feed.close()
-
-
-def mesh_of(rank: int, degree: int) -> Mesh:
-    mesh = Mesh(device="cpu")
-    mesh.dp = SimpleNamespace(rank=rank, size=degree)  # type: ignore[assignment]
-    return mesh
 
 
 def test_a_position_that_nobody_expected_is_read_anew() -> None:

@@ -41,17 +41,12 @@ def content(cache: Path) -> dict[str, set[str]]:
     return {entry.facts["unit"]: set(zipfile.ZipFile(entry.path).namelist()) - {FACTS} for entry in entries}
 
 
-def test_a_machine_keeps_the_graphs_that_it_compiled_and_no_others(ranks: Any, tmp_path: Path) -> None:
+def test_a_machine_keeps_the_graphs_that_it_compiled_until_their_code_does_not_fit(ranks: Any, tmp_path: Path) -> None:
     """Pipeline stages on several machines compile different graphs; each stores what its own folder has."""
     found = ranks(2).run(keep, tmp_path / "cache", False)
     assert content(tmp_path / "cache") == {BLOCK: {BLOCK}, HEAD: {HEAD}}
     assert not any(work.exists() or problem for work, problem in found)
-
-
-def test_code_that_does_not_fit_is_removed_so_that_it_can_be_compiled_again(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(keep, tmp_path / "cache", False)
-    found = ranks(2).run(keep, tmp_path / "cache", True)
-    for work, problem in found:
+    for work, problem in ranks(2).run(keep, tmp_path / "cache", True):
         assert "the cached code did not fit and was removed: block (training), loss of the head (training)" in problem
         assert not work.exists(), "a refusal leaves the compiler's folder"
     assert content(tmp_path / "cache") == {}

@@ -66,8 +66,6 @@ def compared(layer: nn.Module, dense: Dense, into: Part, out: Part) -> tuple[dic
     outputs = layer(mine)
     found = dict(zip(wanted, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
     torch.stack([(found[name] * out(pull)).sum() for name, pull in pulls.items()]).sum().backward()
-    assert x.grad is not None
-    assert mine.grad is not None
     errors = {f"output {name}": error(found[name], out(y)) for name, y in wanted.items()}
     errors["gradient of the input"] = error(mine.grad, into(x.grad))
     return errors | gradient_errors(layer, weights), weights
@@ -108,11 +106,7 @@ def row(tp: int, sequence: bool, bias: bool, parallel: bool) -> dict[str, float]
 
 def assert_partial(parameter: nn.Parameter | None, wanted: Tensor, partial: bool) -> None:
     """The record says whether a replicated gradient is partial, and it is so."""
-    assert parameter is not None
-    assert parameter.grad is not None
-    assert wanted.grad is not None
     record = placement.of(parameter)
-    assert record is not None
     assert all(piece.partial == partial for piece in record.pieces), f"partial must be {partial}"
     whole = error(parameter.grad, wanted.grad) < 1e-5
     assert whole != partial, "the gradient that the record calls partial is whole, or the other way round"
@@ -180,11 +174,8 @@ def gqa(tp: int, sequence: bool, kv_heads: int, bias: bool, gather: bool) -> dic
     found = dict(zip("qkv", layer(x), strict=True))
     torch.stack([(found[name] * pulls[name]).sum() for name in "qkv"]).sum().backward()
     record = placement.of(layer.weight)
-    assert record is not None
     copied = [piece.name for piece in record.pieces if piece.partial]
     assert copied == (["k.weight", "v.weight"] if tp > kv_heads else []), f"partial pieces: {copied}"
-    assert whole_x.grad is not None
-    assert x.grad is not None
     return {
         **{f"output {name}": error(found[name], mine[name]) for name in "qkv"},
         "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
@@ -282,8 +273,6 @@ def padded_head(tp: int, sequence: bool, vocabulary: int, multiple: int) -> dict
     loss, found = layer.loss(x, targets), layer(x)
     (loss + (found * pull).sum()).backward()
     assert whole_x.grad is not None
-    assert x.grad is not None
-    assert layer.weight.grad is not None
     assert not layer.weight.grad[held:].any()
     assert sum(one.numel for _, _, one in placement.placements(layer)) == held * (INPUTS + 1)
     assert torch.equal(layer.likeliest(whole_x.detach()), logits.argmax(dim=-1))

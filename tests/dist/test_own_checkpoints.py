@@ -109,9 +109,7 @@ def trained(tensor: int, load: str | None, save: str, options: dict[str, Any]) -
     return found, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize(
-    ("world", "options"), [(2, {}), (4, {}), pytest.param(4, {"stage": 0}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {"stage": 0})])
 def test_a_model_with_torchs_own_modules_resumes_at_any_layout(
     world: int, options: dict[str, Any], ranks: Any, tmp_path: Path
 ) -> None:

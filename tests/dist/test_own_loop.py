@@ -227,7 +227,6 @@ def scaled_and_cut() -> tuple[float, float]:
     before = layer.weight.detach().clone()
     scaler.scale(layer(torch.ones(3, 1, 4)).sum()).backward()
     if mesh.tp.rank == 1:
-        assert layer.weight.grad is not None
         layer.weight.grad[0, 0] = float("nan")
     scaler.step(optimizer)
     scaler.update()

@@ -12,6 +12,7 @@ from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
+STEPS = 3
 EMBEDDING = "transformer.wte.weight"
 MODEL = load_config("gpt-tiny").model.model_dump(mode="json") | {"num_hidden_layers": 8, "tie_word_embeddings": True}
 
@@ -37,9 +38,9 @@ def test_a_weight_tied_across_a_pipeline_stays_one(
     """
     parallel = {"pipeline": 2, "schedule": schedule, "stages": stages, "vocab_multiple": 1024}
     cut = make_config(model=MODEL, parallel=parallel, train={"micro_batch": 1}, optimizer={"bucket_mib": None})
-    found = ranks(4).run(trained_embedding, cut, 5)  # pipeline rank 0 is ranks 0 and 1
+    found = ranks(4).run(trained_embedding, cut, STEPS)  # pipeline rank 0 is ranks 0 and 1
     assert {rank // 2: each["parameters"] for rank, each in enumerate(found)} == ends
-    alone = trained_embedding(make_config(model=MODEL, train={"micro_batch": 8}), 5)["weight"]
+    alone = trained_embedding(make_config(model=MODEL, train={"micro_batch": 8}), STEPS)["weight"]
     for rank, each in enumerate(found):
         if ends[rank // 2]:
             assert torch.equal(each["weight"], found[0]["weight"]), f"rank {rank} has another embedding than rank 0"

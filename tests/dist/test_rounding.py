@@ -1,6 +1,7 @@
 """Stochastic rounding over real ranks: given equal gradients, weights and state are equal to the bit at any layout."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from shardwise.distributed.placement import placements
 from shardwise.optim.state import state_bytes
+from shardwise.optim.state_hash import StateSums
 from shardwise.train.build import build_trainer
 from tests.dist.checkpoints import canonical_state, load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
@@ -28,7 +30,7 @@ def trained(
     seed: int = 7,
     moments: str | None = None,
 ) -> dict[str, str]:
-    """Digests of canonical weights and moments after a few steps with gradients that are functions of their names."""
+    """Digests of canonical weights and moments, and the sums of the state's hash, after steps with given gradients."""
     config = make_config(
         model=SMALL_MODELS[name],
         parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
@@ -49,7 +51,8 @@ def trained(
                 piece.of(p.grad).copy_(values if is_first else torch.zeros(()))
         trainer.optimizer.step()
     state = canonical_state(trainer)
-    return {f"{kind} of {name}": digest(value) for kind, of_kind in state.items() for name, value in of_kind.items()}
+    found = {f"{kind} of {name}": digest(value) for kind, of_kind in state.items() for name, value in of_kind.items()}
+    return found | {"sums": json.dumps(StateSums(trainer.model, trainer.optimizer, mesh).measure(), sort_keys=True)}
 
 
 def digest(value: Tensor) -> str:
@@ -101,7 +104,7 @@ def test_bfloat16_moments_of_float32_masters_are_equal_to_the_bit(ranks: Any) ->
         for found in run(ranks, 4, trained, name, tensor, pipeline, keys | cut, None, 7, "bfloat16"):
             assert found == {tensor_name: alone[tensor_name] for tensor_name in found}
             assert {tensor_name.partition(" ")[0] for tensor_name in found} == {
-                "model", "master", "exp_avg", "exp_avg_sq",
+                "model", "master", "exp_avg", "exp_avg_sq", "sums",
             }  # fmt: skip
 
 

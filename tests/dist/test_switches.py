@@ -148,7 +148,6 @@ def test_a_dropped_step_is_an_error_and_the_next_one_is_whole(is_unlucky: bool) 
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) in place of step\(\) must be left out .* load a checkpoint"):
         optimizer.zero_grad()
     for p in model.parameters():
-        assert p.grad is not None
         assert not p.grad.any()
     before = [p.detach().clone() for p in model.parameters()]
     passes(model, optimizer)

@@ -136,7 +136,6 @@ def under_autocast(tp: int) -> list[str]:
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(random(1, S, B, INNER // tp).requires_grad_())
     y.sum().backward()
-    assert layer.weight.grad is not None
     return [str(y.dtype), str(layer.weight.grad.dtype)]
 
 

@@ -45,7 +45,7 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
         reduced_in_backward = list(order)
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()
-    return added.call_count, reduced_in_backward, gradients, [trainer.step().loss for _ in range(3)]
+    return added.call_count, reduced_in_backward, gradients, [trainer.step().loss for _ in range(2)]
 
 
 OVERLAP = {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}

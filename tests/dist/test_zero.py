@@ -16,7 +16,7 @@ from shardwise import ColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
 
-STEPS, BATCH, MICRO = 5, 16, 2
+STEPS, BATCH, MICRO = 3, 16, 2
 
 
 def make_model(seed: int = 0) -> nn.Module:

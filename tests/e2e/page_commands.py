@@ -3,23 +3,18 @@
 bash runs the blocks of a page as they are, with a `Reader`'s commands in place of those of the same names; all else
 (tail, grep, ls, …) is what it is:
 
-    shardwise train   without --dry-run: the recipe with a model of 2 layers, TP 2, 2 steps, small batches, float32;
-                      TP 1, in one process, where the page asks for ten steps or for LAMB, to save time
-    torchrun          --nnodes=4 is 2 agents on this machine, --nproc_per_node=32 is 2 or 1; ports are free ones
-    python -m         a script of scripts/ measures a smaller model, fewer layouts, and leaves the documentation alone
-    tensorboard       --inspect: it says what it found, and ends
+    shardwise train   a dry run checks the command at its own size and number of ranks; then one process trains a model
+                      of 2 layers for two steps, or all of a tiny recipe where the page shows the end
+    torchrun          as `shardwise train`; a script has its ranks
+    python -m         a script of scripts/ is looked for
+    tensorboard       its files are looked for
     make              -n: it says what it would do
     ssh               its options are checked
-
-A quick reader starts no ranks: a dry run checks the command of `train` at its own size and number of ranks, and then
-one process trains two steps, or all of a tiny recipe where the page shows the end. It only looks for the scripts that
-measure, and for TensorBoard's files.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
 import socket
@@ -36,47 +31,31 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from tests.arch.source import ROOT
-from tests.e2e.command import Outcome, environment, outcome, start
+from tests.e2e.command import Outcome, outcome, start
 
 _MODEL = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_attention_heads=4"]
 _TRAIN = ["train.global_batch=8", "train.micro_batch=2", "train.sequence_length=64", "train.stop_after=2"]
 _LOG = ["log.sample_tokens=4", "log.tensorboard=false"]
 _SMALL = ["model.vocab_size=512", "model.num_hidden_layers=2", "precision.mode=float32", *_LOG, *_TRAIN]
-_TP2 = ["parallel.tensor=2"]
-_PAIRS = ["data.max_predictions=10"]
+_GPT = [*_SMALL, *_MODEL]
+_LLAMA = [*_GPT, "model.num_key_value_heads=4"]
+_BERT = [*_GPT, "data.max_predictions=10"]
 RECIPES = {
     # its page opens TensorBoard, as GPT-3's does
-    "llama2-7b": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2, "log.tensorboard=true"],
-    "quickstart": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2],
-    "llama-small": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2],
-    "gpt-neox-20b": [*_SMALL, *_MODEL, *_TP2],
-    "gpt-neox-6.9b": [*_SMALL, *_MODEL, *_TP2],
-    "bert-large": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
-    "bert-large-phase2": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
-    "gpt3-23b": [
-        *(*_SMALL, *_MODEL, "model.num_hidden_layers=8", "parallel.tensor=1", "parallel.pipeline=2"),
-        "log.tensorboard=true",
-    ],
+    "llama2-7b": [*_LLAMA, "log.tensorboard=true"],
+    "gpt3-23b": [*_GPT, "model.num_hidden_layers=8", "log.tensorboard=true"],
+    **dict.fromkeys(("quickstart", "llama-small", "my.yaml"), _LLAMA),
+    **dict.fromkeys(("gpt-neox-20b", "gpt-neox-6.9b", "gpt2"), _GPT),
+    **dict.fromkeys(("bert-large", "bert-large-phase2"), _BERT),
+    "docs/tutorials/bert-mini.yaml": [*_BERT, "data.dataset=tiny"],
+    # an odd number of heads, as GPT-2 XL's
+    "gpt2-xl": [*_SMALL, "model.hidden_size=80", "model.intermediate_size=320", "model.num_attention_heads=5"],
+    "gpt-tiny": ["model.num_hidden_layers=2", *_LOG],
     "gpt3-tiny": ["log.sample_tokens=4"],
     "my-model": ["train.stop_after=2", "log.sample_tokens=4"],
     "olmoe-tiny": ["train.steps=4", "log.sample_tokens=4"],
-    # an odd number of heads, as GPT-2 XL's
-    "gpt2-xl": [*_SMALL, "model.hidden_size=80", "model.intermediate_size=320", "model.num_attention_heads=5"],
-    "gpt2": [*_SMALL, *_MODEL],
-    "docs/tutorials/bert-mini.yaml": [*_SMALL, *_MODEL, *_PAIRS, "data.dataset=tiny"],
-    "my.yaml": [*_SMALL, *_MODEL, "model.num_key_value_heads=4"],
     **dict.fromkeys(("llama2-tiny", "llama3-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny"), _LOG),
-    **dict.fromkeys(("olmoe-tiny", "glm4-moe-tiny"), _LOG),
-}
-SCRIPTS = {
-    "scripts.tutorial_bert": [
-        *("--out", "measured", "--layouts", "DP 4", "--ranks", "2", "--rounds", "1"),
-        *("model.vocab_size=512", "model.num_hidden_layers=1", *_MODEL, "train.sequence_length=64", *_PAIRS),
-    ],
-    "scripts.tutorial_zero1": [
-        *("--degrees", "2", "--out", "measured"),
-        *("model.vocab_size=509", "model.num_hidden_layers=1", "model.hidden_size=50", "model.intermediate_size=200"),
-    ],
+    "glm4-moe-tiny": _LOG,
 }
 ALONE = [
     *("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1"),
@@ -96,55 +75,47 @@ exit "$code"
 
 @dataclass
 class Reader:
-    """Whoever follows a page in the folder `at`; the public methods are the commands of their names."""
+    """Whoever follows a page in the folder `at`; the public methods are the commands of their names.
+
+    Attributes:
+        whole: a training of a tiny recipe takes all steps, as the page shows what it prints at its end.
+    """
 
     at: Path
-    quick: bool
     whole: bool = False
-    """A quick reader's training of a tiny recipe takes all steps: the page shows what it prints at its end."""
 
     def shardwise(self, arguments: list[str]) -> Outcome:
         if arguments[0] == "train" and "--dry-run" not in arguments:
             return self._train(arguments)
-        if arguments[0] == "chat" or "--interactive" in arguments:
-            # Its input, which is empty, ends the conversation.
-            return self._process([sys.executable, "-m", "shardwise", *arguments])
-        if self.quick and arguments[0] in ("evaluate", "generate"):
+        if arguments[0] in ("evaluate", "generate"):
             arguments = _without_ranks(arguments)
             arguments += ["data.path=own.txt"] if "train" in arguments else []  # that part of the built-in text is long
+        # The input of a conversation, which is empty, ends it.
         return self._run("-m", "shardwise", *self._newest(arguments))
 
     def torchrun(self, arguments: list[str]) -> Outcome:
         options = get_args_parser().parse_args(arguments)
         script, given = options.training_script, options.training_script_args
-        nodes = int(options.nnodes.rpartition(":")[2])
-        if script == "shardwise" and self.quick:
-            return self._train(given, nodes * int(options.nproc_per_node))
-        ranks, place = options.nproc_per_node, [f"--master-port={free_port()}"]
-        if nodes > 1:  # two of two ranks once; where TP is 1, or has been seen across replicas, of one
-            nodes, ranks = 2, "2" if "llama2-7b" in given else "1"
-            place = [f"--rdzv-backend={options.rdzv_backend}", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-        command = [script, *given] if script != "shardwise" else ["-m", script, *self._small(given)]
-        agent = ("-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}", *place)
-        agents = [start(*command, at=self.at, program=(sys.executable, *agent)) for _ in range(nodes)]
-        return max((outcome(agent) for agent in agents), key=lambda done: done.code)
+        if script == "shardwise":
+            return self._train(given, int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node))
+        agent = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc_per_node}")
+        return self._run(*agent, script, *given)
 
     def python(self, arguments: list[str]) -> Outcome:
         if arguments[0] != "-m":
             return self._run(*arguments)
-        if self.quick:
-            return _found(importlib.util.find_spec(arguments[1]), arguments[1])
-        return self._process([sys.executable, *arguments, *SCRIPTS[arguments[1]]])
+        return _found(importlib.util.find_spec(arguments[1]), arguments[1])
 
     def tensorboard(self, arguments: list[str]) -> Outcome:
-        if self.quick:
-            (folder,) = arguments[1:]
-            return _found(next((self.at / folder).rglob("events.*"), None), "files of events")
-        return self._process([sys.executable, "-W", "ignore", "-m", "tensorboard.main", "--inspect", *arguments])
+        (folder,) = arguments[1:]
+        return _found(next((self.at / folder).rglob("events.*"), None), "files of events")
 
     def make(self, arguments: list[str]) -> Outcome:
-        done = self._process(["make", "-C", str(ROOT), "-n", *arguments])
-        return self._train(["train", "quickstart"]) if done.code == 0 and arguments == ["train"] else done
+        command = ["make", "-C", str(ROOT), "-n", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0 and arguments == ["train"]:
+            return self._train(["train", "quickstart"])
+        return Outcome(done.returncode, done.stdout, done.stderr)
 
     def ssh(self, arguments: list[str]) -> Outcome:
         return _found(re.fullmatch(r"-L \d+:[\w.]+:\d+ \S+", " ".join(arguments)), "tunnel to a port")
@@ -152,29 +123,24 @@ class Reader:
     # ---- how
 
     def _train(self, arguments: list[str], world: int | None = None) -> Outcome:
-        if self.quick:
-            ranks = [] if world is None else ["--nproc", str(world)]
-            # The weights and the runs of this folder are of a small model; the training loads and continues them.
-            others = ["checkpoint.load=null", "--run-dir", "unused"]
-            checked = self._run("-m", "shardwise", *self._newest(arguments), *others, *ranks, "--dry-run")
-            if checked.code:
-                return checked
-            alone = [key for key in ALONE if not (self.whole and key.startswith("train.stop_after"))]
-            return self._run("-m", "shardwise", *_without_ranks(self._small(arguments)), *alone)
-        small = self._small(arguments)
-        recipe = small[1]
-        if {"train.stop_after=10", "optimizer.name=lamb"} & set(small) and "checkpoint.load" not in str(small):
-            small.append("parallel.tensor=1")
-        return self._run("-m", "shardwise", *small, *(["--nproc", "2"] if recipe == "gpt2-xl" else []))
+        ranks = [] if world is None else ["--nproc", str(world)]
+        # The weights and the runs of this folder are of a small model; the training loads and continues them.
+        others = ["checkpoint.load=null", "--run-dir", "unused"]
+        checked = self._run("-m", "shardwise", *self._newest(arguments), *others, *ranks, "--dry-run")
+        if checked.code:
+            return checked
+        alone = [key for key in ALONE if not (self.whole and key.startswith("train.stop_after"))]
+        return self._run("-m", "shardwise", *_without_ranks(self._small(arguments)), *alone)
 
     def _small(self, arguments: list[str]) -> list[str]:
         """The arguments of a training, and those that make it small."""
-        found = [argument for argument in self._newest(arguments) if not re.match(r"data\.(dataset|config)=", argument)]
+        large = re.compile(r"data\.(dataset=(?!stories)|config=)")
+        found = [argument for argument in self._newest(arguments) if not large.match(argument)]
         recipe = next(argument for argument in found if argument in RECIPES)
-        if not re.search(r"data\.(path|blend)=", " ".join(found)):
+        if not re.search(r"data\.(path|blend|dataset)=", " ".join(found)):
             found = [*(argument for argument in found if not argument.startswith("data.split=")), "data.dataset=tiny"]
         found += RECIPES[recipe]
-        if any(argument.startswith(("data.path=shards", "data.path=bert_pretrain")) for argument in found):
+        if any(argument.startswith("data.path=bert_pretrain") for argument in found):
             # Shards fix the size of samples: the short ones do for phase 2 as well.
             found = [argument.replace("seqlen512", "seqlen128") for argument in found]
             found += ["train.sequence_length=128", "data.max_predictions=20"]
@@ -191,19 +157,6 @@ class Reader:
 
     def _run(self, *arguments: str) -> Outcome:
         return outcome(start(at=self.at, program=(sys.executable, *arguments), HF_HUB_OFFLINE="1"))
-
-    def _process(self, command: list[str]) -> Outcome:
-        """Of what does not run in a fork."""
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
-            command,
-            cwd=self.at,
-            env=environment(PYTHONPATH=path),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 @contextmanager
@@ -250,10 +203,3 @@ def _without_ranks(arguments: list[str]) -> list[str]:
 
 def _found(thing: object, what: str) -> Outcome:
     return Outcome(1, "", f"there is no {what}\n") if thing is None else Outcome(0, "", "")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -1,12 +1,16 @@
-"""Small data of a reader of docs/data-formats.md and docs/token-files.md: one function for each section."""
+"""Small data of a reader of docs/data-formats.md and docs/token-files.md: a function for each section that has data."""
 
 import gzip
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from shardwise.data import train_tokenizer
+from tests.arch.source import ROOT
 from tests.unit.data import hdf5_shards
 
 
@@ -63,6 +67,14 @@ def bert_shards(at: Path) -> None:
         hdf5_shards.write(at / f"shards/wiki_training_{number}.hdf5", shard)
 
 
+def megatrons_files(at: Path) -> None:
+    """`wiki` and `books`, as the section's program writes them."""
+    page = (ROOT / "docs/data-formats.md").read_text(encoding="utf-8")
+    program = re.search(r"^```python\n(# write.py: .*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    done = subprocess.run([sys.executable, "-c", program], cwd=at, capture_output=True, text=True, check=True)
+    assert done.stdout == "201 [  1   2   3   4   5 511] [2 4]\n"
+
+
 def token_files(at: Path) -> None:
     """`rows.jsonl` without ends of documents, and two flat files with them."""
     generator = np.random.default_rng(0)
@@ -72,3 +84,9 @@ def token_files(at: Path) -> None:
     for number in range(2):
         tokens = [token for row in documents[number::2] for token in [*row, 511]]
         np.array(tokens, dtype=np.uint16).tofile(at / f"flat/part-{number}.npy")
+
+
+PREPARED = {
+    "docs/data-formats.md": (text_files, saved_datasets, stream, megatrons_files, bert_shards),
+    "docs/token-files.md": (token_files,),
+}

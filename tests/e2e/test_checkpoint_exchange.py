@@ -10,10 +10,9 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.e2e.command import miniature, shardwise, within
-from tests.hugging_face import VOCABULARY, open_folder, save
+from tests.hugging_face import open_folder
 from tests.loopback_s3 import BUCKET, serve, user_of
 from tests.stored import write_checkpoint
-from tests.unit.use.importing import megatron_shards
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_is_exported(trained: Path) -> None:
     checkpoint = trained / "run/checkpoints/step-00000004"
-    said = shardwise("checkpoint", "export", "run", "plain", at=trained).succeeded().out
+    said = within("checkpoint", "export", "run", "plain", at=trained).succeeded().out
     assert "plain: step 4, 21 tensors in bfloat16; " in said
     stored, plain = weights(checkpoint), weights(trained / "plain")
     assert all(torch.equal(plain[name], tensor) for name, tensor in stored.items())
@@ -81,7 +80,7 @@ def test_an_export_tells_of_dropout_that_transformers_lacks(tmp_path: Path) -> N
 def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path) -> None:
     """Imported, inspected, verified, compared, trained from and evaluated."""
     within("checkpoint", "export", trained / "run", "plain", at=tmp_path).succeeded()
-    said = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).succeeded().out
+    said = within("checkpoint", "import", "plain", "imported", at=tmp_path).succeeded().out
     assert "imported/step-00000000: llama, " in said
     folder = tmp_path / "imported/step-00000000"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -126,21 +125,6 @@ def test_an_object_store_is_a_place_like_any_other(trained: Path, tmp_path: Path
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def test_shards_of_megatron(tmp_path: Path) -> None:
-    model = save("gpt", tmp_path / "saved")
-    source = megatron_shards.Source(model, megatron_shards.gpt_args(model))
-    megatron_shards.write(source, tmp_path / "shards", "core", tp=2, pp=2)
-    said = within("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
-    assert "give --vocab-size N or --tokenizer" in said
-    done = within(
-        "checkpoint", "import", "--from", "megatron", "shards", "ours", "--vocab-size", str(VOCABULARY), at=tmp_path
-    ).succeeded()
-    assert "ours/step-00000000: gpt, " in done.out
-    assert " from TP 2 × PP 2; " in done.out
-    found, wanted = weights(tmp_path / "ours/step-00000000"), weights(tmp_path / "saved")
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-
-
 class Touch:
     """Makes a file when it is unpickled."""
 
@@ -148,22 +132,13 @@ class Touch:
         return os.system, ("touch ran",)
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "options"),
-    [
-        ("megatron", "mp_rank_00/model_optim_rng.pt", []),
-        ("neuronx-nemo-megatron", "mp_rank_00/gpt.ckpt", []),
-        ("neuronx-distributed", "tp_rank_00_pp_rank_00/checkpoint.pt", ["--config", "saved"]),
-    ],
-)
-def test_a_pickle_with_code_is_refused(tmp_path: Path, kind: str, file: str, options: list[str]) -> None:
-    save("bert", tmp_path / "saved")
-    (tmp_path / "shards" / file).parent.mkdir(parents=True)
-    torch.save({"model": {}, "args": Touch()}, tmp_path / "shards" / file)
-    said = within("checkpoint", "import", "--from", kind, "shards", "ours", *options, at=tmp_path).failed(2)
+def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shards/mp_rank_00").mkdir(parents=True)
+    torch.save({"model": {}, "args": Touch()}, tmp_path / "shards/mp_rank_00/model_optim_rng.pt")
+    said = within("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
     assert said.count("\n") == 1
     assert "is refused: beside tensors and plain values its pickle names posix.system" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"saved", "shards"}
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
 def test_imports_that_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ file.close()
 (root / "b").write(b"second")
 (Root.of(sys.argv[1]) / "odd x y").write(b"stays")
 file = (root / "c").open()
-file.write(bytes(60 * 2**20))
+file.write(bytes(2**20))
 file.abandon()
 found = [root.names(), root.files(), (root / "b").read(1, 3).decode(), root.is_folder(), (root / "none").exists()]
 (root / "b").rename(root / "d")

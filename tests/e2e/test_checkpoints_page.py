@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.arch.source import ROOT, config_fields
+from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import environment, metrics, outcome, start
 from tests.e2e.test_pages import assert_shown, blocks
@@ -102,12 +102,3 @@ def test_the_commands_show_what_the_page_says(followed: Any) -> None:
     imported = [made in printed for made in ("imported/step-00000000: ", "gpt2/step-00000000: ", *runs)]
     assert all(imported), imported
     assert len(list((at / "exported").glob("model-*.safetensors"))) > 1, "1 MB a shard makes several"
-
-
-def test_keys_of_the_page_exist() -> None:
-    sections = "|".join({key.partition(".")[0] for key in config_fields()})
-    named = {key.rstrip(".") for key in re.findall(rf"`((?:{sections})\.[a-z_]+)", PAGE)}
-    assert {"checkpoint.every", "checkpoint.resume", "train.skip_batches"} <= named
-    # A list of points has fields of its own; the last two are files.
-    known = {*config_fields(), "model.config", "optimizer.points", "optimizer.pt", "model.safetensors"}
-    assert named <= known, named - known

@@ -1,6 +1,5 @@
 """`shardwise compile`, and the training that finds its graphs: what docs/compile.md shows, run as a reader would."""
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ def texts() -> Sequence[str]:
 
 @pytest.mark.slow
 def test_the_page_runs(shown: Shown) -> None:
-    """Another number of layers has the same graphs."""
+    """Another number of layers has the same graphs, which are listed, and are compiled once."""
 
     def plain(text: str) -> list[str]:
         return sorted(re.sub(r"\[\d/|(?:\d+ min )?[\d.]+ m?s,|[\d.]+ KiB", "#", line) for line in text.splitlines())
@@ -55,17 +54,9 @@ def test_the_page_runs(shown: Shown) -> None:
     assert texts()[1].strip() in shown.trained.succeeded().out
     (event,) = metrics(shown.at / "run", "compile")
     assert (event["graphs"], event["hits"], event["misses"]) == (4, 4, 0)
-
-
-@pytest.mark.slow
-def test_the_cache_is_listed(shown: Shown) -> None:
-    out = shardwise("compile", "--list", "--cache-dir", "graphs", at=shown.at).succeeded().out
+    out = within("compile", "--list", "--cache-dir", "graphs", at=shown.at).succeeded().out
     assert out.count("TP 2 + SP") == 2
     assert out.splitlines()[-1].startswith("2 graphs, ")
-
-
-@pytest.mark.slow
-def test_a_second_compilation_has_nothing_to_do(shown: Shown) -> None:
     out = shardwise(*shown.compile, at=shown.at, **KNOWN).succeeded().out
     assert out.count("in the cache") == 2
     assert "Total failed compilations: 0" in out
@@ -79,33 +70,13 @@ def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> 
     assert not (shown.at / "other").exists(), "a refused start leaves nothing"
 
 
-@pytest.mark.slow
-def test_a_training_refuses_to_compile_and_finds_what_was_compiled(tmp_path: Path) -> None:
-    """By Inductor, of a model of one's own that has one small graph."""
-    write_recipe(tmp_path, MENDED)
-    required = ("compile.enabled=true", "compile.require_cached=true", "compile.cache_dir=graphs", "--run-dir", "run")
-    refused = shardwise("train", "recipe.yaml", *required, at=tmp_path, **KNOWN).failed(2)
-    assert "shardwise compile" in refused, refused
-    assert not (tmp_path / "run").exists(), "a refused start leaves nothing"
-    compiled = shardwise("compile", "recipe.yaml", "--cache-dir", "graphs", at=tmp_path, **KNOWN).succeeded()
-    assert "Total successful compilations: 1\n" in compiled.out, compiled.out
-    assert (
-        within("compile", "--list", "--cache-dir", "graphs", at=tmp_path).out.splitlines()[-1].startswith("1 graph, ")
-    )
-    shardwise("train", "recipe.yaml", *required, at=tmp_path, **KNOWN).succeeded()
-    (event,) = metrics(tmp_path / "run", "compile")
-    assert (event["graphs"], event["hits"], event["misses"]) == (1, 1, 0)
-
-
-def write_recipe(at: Path, model: str) -> None:
-    (at / "mine.py").write_text(model)
-    recipe = {"model": {"family": "mine:Model", "vocab_size": 512}, **json.loads(REST)}
-    (at / "recipe.yaml").write_text(json.dumps(recipe))
-
-
 def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
-    write_recipe(tmp_path, BREAKING)
-    said = shardwise("train", "recipe.yaml", "compile.enabled=true", "compile.backend=aot_eager", at=tmp_path).failed(2)
+    (tmp_path / "mine.py").write_text(BREAKING)
+    sizes = ("model.family=mine:Model", "model.vocab_size=512", "data.dataset=tiny", "optimizer.lr=1e-3")
+    train = ("train.steps=2", "train.global_batch=4", "train.sequence_length=16")
+    (tmp_path / "recipe.yaml").write_text("{}")
+    compiled = ("compile.enabled=true", "compile.backend=aot_eager")
+    said = shardwise("train", "recipe.yaml", *sizes, *train, *compiled, at=tmp_path).failed(2)
     assert "blocks.0 is not: " in said, said
     assert "mine.py:8: " in said, said
     assert "set compile.enabled=false" in said, said
@@ -138,6 +109,3 @@ class Model(nn.Module):
         logits = self.head(x).flatten(0, 1)
         return nn.functional.cross_entropy(logits, targets_SB.flatten(), reduction="sum")
 """
-MENDED = BREAKING.replace("print(", "(").replace("float(y.sum()))", "y.sum())")
-REST = """{"train": {"steps": 2, "global_batch": 4, "sequence_length": 16}, "optimizer": {"lr": 1e-3},
-"data": {"dataset": "tiny"}, "log": {"sample_tokens": 0, "tensorboard": false}}"""

@@ -91,7 +91,7 @@ def check(folder: Path, sizes: tuple[str, ...], kills: int, steps: int, seed: in
 
 
 def test_a_kill(tmp_path: Path) -> None:
-    check(tmp_path, SMALL, kills=1, steps=12, seed=0)
+    check(tmp_path, SMALL, kills=1, steps=8, seed=0)
 
 
 @pytest.mark.slow

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import Outcome, imported_first, metrics, shardwise, within
+from tests.e2e.command import Outcome, imported_first, shardwise, within
 from tests.e2e.test_pages import assert_shown, blocks
 from tests.unit.data import hdf5_shards
 from tests.unit.data.prepare.jobs import WORDS, texts
 from tests.unit.data.small_runs import json_lines
 
-TRAIN = ("train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.eval_every=0", "log.tensorboard=false")
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -36,19 +35,6 @@ def prepared(at: Path, *arguments: str | Path) -> Outcome:
     done = within("data", "prepare", *arguments, at=at)
     assert done.code == 0, done.err
     return done
-
-
-def losses(run: Path) -> list[float]:
-    return [event["loss"] for event in metrics(run, "step")]
-
-
-def test_text_to_megatron_to_a_blend(at: Path) -> None:
-    """Two texts become .bin and .idx, which a GPT reads in proportions."""
-    for source, prefix in (("a.jsonl", "a"), ("b.txt", "b")):
-        prepared(at, source, prefix, "--format", "megatron", "--tokenizer", "vocabulary")
-    run = ("model.vocab_size=64", "data.blend=[0.7,a,0.3,b]", "data.tokenizer=vocabulary", "train.sequence_length=32")
-    shardwise("train", "gpt-tiny", *TRAIN, *run, "--run-dir", "blend", at=at).succeeded()
-    assert len(losses(at / "blend")) == 3
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +100,6 @@ def working_in(at: Path) -> list[str]:
             if (place / "cwd").readlink() == at:
                 found.append(place.name)
     return found
-
-
-def test_ctrl_c_is_one_line(at: Path, tmp_path: Path) -> None:
-    variables = imported_first(SIGNAL_AT_A_MOMENT, tmp_path)
-    given = ("a.jsonl", tmp_path / "out", "--format", "megatron", "--tokenizer", "vocabulary")
-    interrupted = f"{int(signal.SIGINT)} {tmp_path}/.out.preparing/lock -1"
-    err = shardwise("data", "prepare", *given, at=at, **variables, SIGNAL_AT=interrupted).failed(1)
-    assert err.splitlines()[-1] == "shardwise: stopped by Ctrl-C (SIGINT)"
 
 
 TO_OUT = "out --tokenizer vocabulary"

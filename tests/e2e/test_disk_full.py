@@ -20,9 +20,9 @@ ON_A_DISK = 'mount -t tmpfs -o size=4m none disk && { "$@"; code=$?; cp -a disk 
 NAMESPACES = (("unshare", "-m"), ("unshare", "-Urm"))
 
 HOOK = """
-import os, shutil, signal, subprocess
+import os, shutil
 from pathlib import Path
-if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS_ON_RANK"):
+if os.environ.get("EVENTS") and os.environ.get("RANK") is None:
     from shardwise.checkpoint.storage.root import Root
     from shardwise.train.trainer import Trainer
     events = dict(each.split(":") for each in os.environ["EVENTS"].split(","))
@@ -47,10 +47,6 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
         if name == "full to the brim":
             filler.write_bytes(bytes(shutil.disk_usage("disk").free))
             Root.free_bytes = untrue
-        if name == "read-only":
-            subprocess.run(["mount", "-o", "remount,ro", "disk"], check=True)
-        if name == "stop":
-            os.kill(os.getpid(), signal.SIGTERM)
         return step(self, *further)
     Trainer.step, Trainer.run = stepping, running
 """
@@ -61,7 +57,6 @@ BYTES = r"\d[\d.]* [KM]iB( \([\d,]+ bytes\))?"
 
 @dataclass(frozen=True)
 class Ran:
-    at: Path
     outcome: Outcome
     run: Path
 
@@ -81,25 +76,17 @@ def on_a_disk() -> tuple[str, ...]:
     pytest.skip("no small disk can be mounted here, neither as root nor in a user namespace")
 
 
-def train(at: Path, run: str, events: dict[int, str], *arguments: str, rank: dict[str, str]) -> Ran:
-    (at / "disk").mkdir()
-    variables = {
-        **imported_first(HOOK, at / "hook"),
-        "EVENTS": ",".join(f"{step}:{name}" for step, name in events.items()),
-        **rank,
-    }
-    command = ("train", miniature(at), *QUIET, *arguments, "--run-dir", run)
-    outcome = shardwise(*command, at=at, program=(*on_a_disk(), *ALONE), **variables)
-    return Ran(at, outcome, at / run.replace("disk", "after"))
-
-
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two ranks"])
-def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """All of a run on a disk that is full again and again, and at the last save."""
     events = {3: "full in the middle", 5: "full", 7: "full to the brim", 9: "room", 11: "full"}
     at = tmp_path_factory.mktemp("full")
-    options = (f"parallel.tensor={request.param}", "train.steps=12", "checkpoint.keep=null")
-    return train(at, "disk/run", events, *options, rank={} if request.param == 1 else {"EVENTS_ON_RANK": "0"})
+    (at / "disk").mkdir()
+    variables = imported_first(HOOK, at / "hook")
+    variables["EVENTS"] = ",".join(f"{step}:{name}" for step, name in events.items())
+    command = ("train", miniature(at), *QUIET, "train.steps=12", "checkpoint.keep=null", "--run-dir", "disk/run")
+    outcome = shardwise(*command, at=at, program=(*on_a_disk(), *ALONE), **variables)
+    return Ran(outcome, at / "after/run")
 
 
 def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
@@ -136,24 +123,6 @@ def test_a_last_save_that_fails_fails_the_run(full: Ran) -> None:
     assert "\n2 steps since checkpoint 10 are lost\n" in text
     assert metrics(full.run, "stop")[0]["reason"].startswith("failed: RunError: the checkpoint of step 12")
     assert not (full.run / "results.json").exists()
-
-
-@pytest.mark.slow
-def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
-    """A read-only disk in the middle of a run: a warning, then a stop request that cannot be met."""
-    where = ("checkpoint.path=disk/checkpoints", "train.steps=1000")
-    ran = train(tmp_path, "run", {3: "read-only", 6: "stop"}, *where, rank={})
-    text = ran.outcome.failed(1)
-    assert (
-        "FAILED at step 6: the checkpoint of step 6 could not be saved: disk/checkpoints/.step-00000006.partial" in text
-    )
-    assert "Read-only file system" in text
-    assert ran.saved() == [2]
-    assert [text.split(":")[0] for text in ran.warnings] == ["no checkpoint of step 4"]
-    assert "Read-only file system" in ran.warnings[0]
-    root = Root.of(tmp_path / "after/checkpoints")
-    assert root.names() == ["run.json", "step-00000002"]
-    assert not verify_checkpoint(root / "step-00000002").problems
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_step(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Evaluation and generation as a user runs them: the page's commands, bad input, other people's folders."""
 
 import json
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -14,30 +13,12 @@ from safetensors.torch import load_file, save_file
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.cli import evaluate, generate
 from tests.arch.source import ROOT
-from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise, within
+from tests.e2e.command import UNDER_TORCHRUN, Outcome, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.hugging_face import save
 
 PAGE = (ROOT / "docs" / "evaluate-and-generate.md").read_text(encoding="utf-8")
-COMMANDS = [
-    line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) for line in block.splitlines()
-]
 TEXT = "The ring of keys — naïve, 键 — was lost in spring, and a song went with it.\n" * 4
-
-
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
-    """A folder in which every command of the page was run."""
-    at = tmp_path_factory.mktemp("followed")
-    (at / "own.txt").write_text(TEXT[:60])
-    (at / "tasks").mkdir()
-    for name, kind in (("tasks/places.yaml", "yaml"), ("places.jsonl", "json")):
-        (block,) = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-        (at / name).write_text(block, encoding="utf-8")
-    done = {line: shardwise(*shlex.split(line)[1:], at=at) for line in COMMANDS}
-    for line, outcome in done.items():
-        assert outcome.code == 0, f"{line}\n{outcome.err}"
-    return at, done
 
 
 def answer(outcome: Outcome) -> dict[str, Any]:
@@ -55,72 +36,14 @@ def test_the_page_names_every_way_to_cut_a_model() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
-    at, done = followed
-    cut = answer(next(done[line] for line in COMMANDS if line.startswith("shardwise evaluate") and "--json" in line))
-    whole = answer(shardwise("evaluate", "runs/tiny", "--json", at=at))
-    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
-    assert cut["counted"] == whole["counted"]
-    assert cut["layout"] == {"ranks": 2, "tensor": 2, "sequence": True, "pipeline": 1, "data": 1}
-    staged = answer(done["shardwise evaluate runs/tiny --json parallel.pipeline=2"])
-    assert staged["loss"] == pytest.approx(whole["loss"], rel=1e-6)
-    assert staged["layout"]["pipeline"] == 2
-    shown = next(done[line] for line in COMMANDS if line == "shardwise evaluate runs/tiny").out
-    assert f"loss        {whole['loss']:.6f}\n" in shown
-    assert f"{whole['tokens']:,} in {whole['sequences']:,} sequences of 64, each once" in shown
-    # The run's own evaluations see the first ones of the same samples, without the last, incomplete one.
-    config = ["train.eval_every=20", "train.eval_batches=1000"]
-    own = shardwise("train", "llama2-tiny", "--run-dir", "runs/own", *config, at=at).succeeded()
-    assert own.code == 0
-    theirs = metrics(at / "runs/own", "eval")[-1]["loss"]
-    assert whole["loss"] == pytest.approx(theirs, rel=2e-3)
-
-
-@pytest.mark.slow
-def test_the_page_scores_tasks_alike_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
-    at, done = followed
-    table, cut = (done[line] for line in COMMANDS if line.startswith("shardwise evaluate runs/tiny --tasks"))
-    accuracy = answer(cut)["results"]["places"]["acc,none"]
-    assert re.search(rf"^\|places\|.*\|acc +\|↑ +\| +{accuracy:.1f}0*\|", table.out, re.MULTILINE)
-    assert [event["task"] for event in metrics(at / "runs/tasks", "eval_task")] == ["places"]
-    assert {event["set"] for event in metrics(at / "runs/sets", "eval_set")} == {"own", "small"}
-
-
-@pytest.mark.slow
-def test_the_page_writes_one_text_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
-    at, done = followed
-    greedy = answer(next(done[line] for line in COMMANDS if "--temperature 0 " in line))
-    options = ("--prompt", "The ring", "--max-tokens", "20", "--temperature", "0", "--json")
-    alone = answer(shardwise("generate", "runs/tiny", *options, at=at))
-    assert greedy["text"] == alone["text"]
-    assert greedy["tokens"] == alone["tokens"]
-    assert len(alone["tokens"]) == 20
-    assert alone["stopped"] == "max_tokens"
-    assert alone["decode_tokens_per_second"] > 0
-    drawn = next(done[line] for line in COMMANDS if line.endswith('"The ring" --max-tokens 20'))
-    again = shardwise("generate", "runs/tiny", "--prompt", "The ring", "--max-tokens", "20", "parallel.tensor=2", at=at)
-    assert again.out == drawn.out
-    staged = answer(next(done[line] for line in COMMANDS if "generate" in line and "parallel.pipeline=2" in line))
-    assert staged["prompt"] + staged["text"] + "\n" == drawn.out
-    assert drawn.out.startswith("The ring")
-    assert re.fullmatch(r"20 tokens \(--max-tokens\); prompt of \d+ at .* tokens/s, then .* tokens/s\n", drawn.err)
-
-
-@pytest.mark.slow
-def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) -> None:
-    at, _ = followed
-    one, two = (
-        answer(shardwise("evaluate", "runs/tiny", "--json", "data.path=own.txt", at=at, **options))
-        for options in ({}, {"program": UNDER_TORCHRUN})
-    )
+def test_inside_torchrun_they_join(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text(TEXT[:60])
+    given = ("evaluate", trained.run, "--json", "data.path=own.txt")
+    one, two = (answer(shardwise(*given, at=tmp_path, **options)) for options in ({}, {"program": UNDER_TORCHRUN}))
     assert two["layout"]["data"] == 2
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    written = shardwise(
-        *("generate", "runs/tiny", "parallel.tensor=2", "--prompt", "The", "--max-tokens", "3", "--json"),
-        at=at,
-        program=UNDER_TORCHRUN,
-    )
-    assert len(answer(written)["tokens"]) == 3
+    asked = ("generate", trained.run, "parallel.tensor=2", "--prompt", "The", "--max-tokens", "3", "--json")
+    assert len(answer(shardwise(*asked, at=tmp_path, program=UNDER_TORCHRUN))["tokens"]) == 3
 
 
 @pytest.mark.slow
@@ -152,7 +75,7 @@ def test_a_run_means_its_newest_intact_checkpoint(trained: Trained, tmp_path: Pa
     shutil.copytree(intact, run / "step-00000004")
     shutil.copytree(intact, run / "step-00000030")
     (run / "step-00000030" / "manifest.json").unlink()
-    done = shardwise("evaluate", run.parent, "data.path=own.txt", "--json", at=at)
+    done = within("evaluate", run.parent, "data.path=own.txt", "--json", at=at)
     assert answer(done)["model"].endswith("step-00000004")
     assert "step-00000030 has no manifest.json" in done.err
 
@@ -197,6 +120,10 @@ WRONG: dict[str, tuple[str, str]] = {
     "no such folder": ("evaluate ./nowhere", "CHECKPOINT (./nowhere) must be a folder with weights"),
     "another key": ("evaluate gpt optimizer.lr=1", "optimizer.lr: evaluate reads data.*"),
     "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
+    "ranks beside a copy": (
+        "generate gpt --prompt a parallel.tensor=2 --nproc 3",
+        "--nproc (3) must be parallel.tensor (2): ",
+    ),
     "a long prompt": ("generate gpt --prompt-file own.txt", "must be at most model.max_position_embeddings (24)"),
 }
 

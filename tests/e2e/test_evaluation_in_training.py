@@ -21,17 +21,13 @@ TEXT = "The ring of keys — naïve, 键 — was lost in spring, and a song went
 
 @pytest.fixture(scope="module")
 def evaluated(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of `trained` once more, at TP 2 with sequence parallelism, with two sets and two tasks."""
+    """The run of `trained` once more, at TP 2 with sequence parallelism, with two sets."""
     at = tmp_path_factory.mktemp("evaluated")
     (at / "own.txt").write_text(TEXT * 3, encoding="utf-8")
-    tasks = write_tasks(at / "tasks")
     layout = ["parallel.tensor=2", "parallel.sequence=true", "precision.mode=float32"]
     sets = "evaluation.sets={own: own.txt, held: {dataset: tiny, split: '50,50'}}"
-    on_tasks = ["evaluation.tasks=[choice,writing]", f"evaluation.tasks_path={tasks}", "evaluation.limit=3"]
-    outcome = shardwise("train", miniature(at), *layout, sets, *on_tasks, "evaluation.tasks_every=3", at=at)
-    outcome.succeeded()
+    outcome = shardwise("train", miniature(at), *layout, sets, at=at).succeeded()
     assert "evaluation of own at step 2: loss " in outcome.out
-    assert "task choice at step 3: acc " in outcome.out
     return (at / "runs/latest").resolve()
 
 
@@ -44,24 +40,13 @@ def test_the_training_is_the_same(trained: Trained, evaluated: Path) -> None:
         assert numbers(evaluated, event, *names) == numbers(trained.run, event, *names)
 
 
-def test_each_set_and_task_has_its_steps(evaluated: Path) -> None:
+def test_results_and_report_have_each_set_at_its_steps(evaluated: Path) -> None:
     assert numbers(evaluated, "eval_set", "step", "set") == [[s, name] for s in (0, 2, 4) for name in ("own", "held")]
-    tasks = [[step, name] for step in (3, 4) for name in ("choice", "writing")]
-    assert numbers(evaluated, "eval_task", "step", "task") == tasks
-    assert {frozenset(metrics) for (metrics,) in numbers(evaluated, "eval_task", "metrics")} == {
-        frozenset({"acc,none", "acc_norm,none"}),
-        frozenset({"exact_match,none"}),
-    }
-
-
-def test_results_and_report_have_the_sets_and_tasks(evaluated: Path) -> None:
     results = json.loads((evaluated / "results.json").read_text(encoding="utf-8"))
     last = {event["set"]: event["loss"] for event in metrics(evaluated, "eval_set")}
     assert {name: values["loss"] for name, values in results["evaluation_sets"].items()} == last
-    assert results["tasks"] == {event["task"]: event["metrics"] for event in metrics(evaluated, "eval_task")}
     drawn = json.loads(within("report", evaluated, "--json", at=evaluated).succeeded().out)
     assert {name: columns[-1][2] for name, columns in drawn["set_curves"].items()} == last
-    assert [column[0] for column in drawn["task_curves"]["acc"]["choice"]] == [3, 4]
 
 
 def test_a_set_has_the_loss_that_evaluate_prints(evaluated: Path, tmp_path: Path) -> None:
@@ -78,12 +63,25 @@ def test_a_set_has_the_loss_that_evaluate_prints(evaluated: Path, tmp_path: Path
     assert own["bits_per_byte"] == pytest.approx(own["loss"] * len(ids) / (math.log(2) * size), rel=1e-9)
 
 
-def test_a_checkpoint_has_the_metrics_of_the_run(evaluated: Path, tmp_path: Path) -> None:
-    tasks = evaluated.parent.parent / "tasks"
+@pytest.mark.slow
+def test_a_training_is_scored_on_tasks_as_evaluate_scores_its_checkpoint(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks")
+    keys = ["evaluation.tasks=[choice,writing]", f"evaluation.tasks_path={tasks}", "evaluation.limit=3"]
+    cut = ("evaluation.tasks_every=3", "precision.mode=float32", "parallel.tensor=2", "--run-dir", "run")
+    outcome = shardwise("train", miniature(tmp_path), *keys, *cut, at=tmp_path).succeeded()
+    assert "task choice at step 3: acc " in outcome.out
+    run = tmp_path / "run"
+    assert numbers(run, "eval_task", "step", "task") == [[s, name] for s in (3, 4) for name in ("choice", "writing")]
+    last = {line["task"]: line["metrics"] for line in metrics(run, "eval_task")[-2:]}
+    assert {task: set(names) for task, names in last.items()} == {
+        "choice": {"acc,none", "acc_norm,none"}, "writing": {"exact_match,none"}
+    }  # fmt: skip
+    assert json.loads((run / "results.json").read_text(encoding="utf-8"))["tasks"] == last
+    drawn = json.loads(within("report", run, "--json", at=tmp_path).succeeded().out)
+    assert [column[0] for column in drawn["task_curves"]["acc"]["choice"]] == [3, 4]
     options = ("--tasks", "choice,writing", "--tasks-path", tasks, "--limit", "3", "--json")
-    results = json.loads(within("evaluate", evaluated, "precision.mode=float32", *options, at=tmp_path).out)["results"]
-    recorded = {line["task"]: line["metrics"] for line in metrics(evaluated, "eval_task")[-2:]}
-    for task, values in recorded.items():
+    results = json.loads(within("evaluate", run, "precision.mode=float32", *options, at=tmp_path).out)["results"]
+    for task, values in last.items():
         assert {name: results[task][name] for name in values} == values
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,87 +19,47 @@ from shardwise.data.samples.order import SampleOrder
 from tests.e2e.command import Outcome, metrics, shardwise, within
 from tests.hugging_face import make
 from tests.sweeps import few
-from tests.unit.use.importing import nemo_shards, neuronx_shards
+from tests.unit.use.importing import nemo_shards, neuronx_shards, trainer_files
 
 KEYS = ("log.tensorboard=false", "log.sample_tokens=0", "train.eval_every=0", "parallel.tensor=2", "train.seed=0")
 HOOK = "def rows(config, part):\n    return ROWS if part == 'train' else None\n\n\nROWS = "
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A training of the Trainer, imported at step 4 of 8, and its losses from there on."""
-
-    at: Path
-    outcome: Outcome
-    losses: list[float]
-
-    def again(self, *words: str) -> Outcome:
-        return within("checkpoint", "import", "checkpoint-4", *words, at=self.at)
-
-
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
-    at = tmp_path_factory.mktemp("elsewhere")
-    rows = [[(number * (number + column) + column**2) % 61 for column in range(16)] for number in range(40)]
-    (at / "rows.py").write_text(f"{HOOK}{rows}\n")
-    ordered = [rows[number] for number in SampleOrder(len(rows), 0).indices(0, 32)]
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=24, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    arguments = transformers.TrainingArguments(
-        output_dir=str(at), max_steps=8, save_steps=4, logging_steps=1, per_device_train_batch_size=4, report_to=[],
-        learning_rate=5e-3, warmup_steps=2, train_sampling_strategy="sequential", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    transformers.set_seed(1)
-    samples = [{"input_ids": row, "labels": row} for row in ordered]
-    trainer = transformers.Trainer(transformers.LlamaForCausalLM(config), arguments, train_dataset=samples)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Begun(at, within("checkpoint", "import", "checkpoint-4", "run", at=at).succeeded(), losses[4:])
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the Trainer saved after 3 of 9 steps."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    trainer_files.save("llama", folder)
+    (folder / "rows.py").write_text(f"{HOOK}{[[*range(16)]] * 40}\n")
+    return folder
 
 
-def test_the_printed_command_goes_on_at_another_layout(begun: Begun) -> None:
-    at, told = begun.at, begun.outcome.out
-    assert "after step 4, 16 samples and tokens not known, counted from 0, with the optimizer's exp_avg and" in told
+def test_what_is_told_of_an_import(at: Path) -> None:
+    def imported(*words: str) -> Outcome:
+        return within("checkpoint", "import", "checkpoint-3", *words, at=at)
+
+    told = imported("run").succeeded().out
+    assert "after step 3, 24 samples and tokens not known, counted from 0, with the optimizer's exp_avg and" in told
     (command,) = re.findall(r"^go on: shardwise (.*)$", told, re.MULTILINE)
-    words = [*shlex.split(command.replace("data.path=DATA", "hooks.data=rows:rows").replace("=N", "=15")), *KEYS]
-    place = r"continues +run after step 4, from run/checkpoints/step-00000004"
+    words = shlex.split(command.replace("data.path=DATA", "hooks.data=rows:rows").replace("=N", "=15"))
+    place = r"continues +run after step 3, from run/checkpoints/step-00000003"
     assert re.search(place, within(*words, "--dry-run", at=at).succeeded().out)
-    shardwise(*words, at=at).succeeded()
-    steps = metrics(at / "run", "step")
-    assert [(step["step"], step["samples"]) for step in steps] == [(5, 20), (6, 24), (7, 28), (8, 32)]
-    assert [step["loss"] for step in steps] == pytest.approx(begun.losses, rel=0, abs=1e-5)
-    branched = within("branch", "run@4", "train.steps=9", "--prepare", "--run-dir", "branch", at=at).succeeded()
-    assert "branch: a branch of run at step 4" in branched.out
-
-
-def test_what_is_told_of_the_import(begun: Begun) -> None:
-    shutil.copytree(begun.at / "run", begun.at / "held")
-    (begun.at / "held/config.yaml").touch()
-    assert "DEST (held) must hold no run yet" in begun.again("held").failed(2)
-    facts = json.loads(begun.again("asked", "--json").succeeded().out)
-    assert (facts["step"], facts["samples"], facts["tokens"]) == (4, 16, None)
+    shutil.copytree(at / "run", at / "held")
+    (at / "held/config.yaml").touch()
+    assert "DEST (held) must hold no run yet" in imported("held").failed(2)
+    facts = json.loads(imported("asked", "--json").succeeded().out)
+    assert (facts["step"], facts["samples"], facts["tokens"]) == (3, 24, None)
     assert facts["states"] == ["exp_avg", "exp_avg_sq"]
-    assert f"go on: {facts['command']}".replace("asked", "run") in begun.outcome.out
-    outcome = begun.again("weights", "--weights-only").succeeded()
-    assert "start from it: shardwise train RECIPE checkpoint.load=" in outcome.out
-    assert (begun.at / "weights/step-00000000/manifest.json").is_file()
-    refused = begun.again("others", "--weights-only", "--samples", "3").failed(2)
+    assert f"go on: {facts['command']}".replace("asked", "run") in told
+    assert "start from it: shardwise train RECIPE checkpoint.load=" in imported("weights", "--weights-only").out
+    assert (at / "weights/step-00000000/manifest.json").is_file()
+    refused = imported("others", "--weights-only", "--samples", "3").failed(2)
     assert "--samples and --tokens must be left out: of SOURCE the weights alone are imported" in refused
-    outcome = begun.again("other", "--samples", "0", "--tokens", "7").succeeded()
-    assert "after step 4, 0 samples and 7 tokens, with" in outcome.out
-    file = begun.at / "checkpoint-4/training_args.bin"
-    file.rename(begun.at / "aside")
-    assert "give --samples N, after which" in begun.again("third").failed(2)
-    (begun.at / "aside").rename(file)
-    assert not (begun.at / "third").exists()
-    (begun.at / "imported.yaml").write_text("mine")
-    assert "imported.yaml is written here" in begun.again(f"file://{begun.at}/far").failed(2)
-    assert (begun.at / "imported.yaml").read_text() == "mine"
-
-
-# ---- the programs on Trainium
+    told = imported("other", "--samples", "0", "--tokens", "7").succeeded().out
+    assert "after step 3, 0 samples and 7 tokens, with" in told
+    (at / "checkpoint-3/training_args.bin").unlink()
+    assert "give --samples N, after which" in imported("third").failed(2)
+    assert not (at / "third").exists()
 
 
 def trained(model: Any, ordered: list[list[int]]) -> tuple[Any, tuple[Any, Any], dict[str, Any], list[float]]:
@@ -175,3 +134,5 @@ def test_a_run_at_its_end_of_life_goes_on(tmp_path: Path, program: str) -> None:
         (step, 4 * step, 60 * step) for step in range(5, 9)
     ]
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=0, abs=1e-5)
+    branched = within("branch", "run@4", "train.steps=9", "--prepare", "--run-dir", "branch", at=tmp_path).succeeded()
+    assert "branch: a branch of run at step 4" in branched.out

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from tests.e2e.command import metrics, miniature, shardwise
+from tests.e2e.command import metrics, shardwise
 from tests.loopback_hub import TOKEN, serve, user_of
 from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 
@@ -25,44 +25,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {"vocab.json": json.dumps(model["vocab"]).encode(), "merges.txt": merges.encode(), "model.safetensors": b""}
 
 
-@pytest.mark.slow
-def test_a_tokenizer_from_the_hub(files: dict[str, bytes], tmp_path: Path) -> None:
-    """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
-    options = ["data.dataset=tiny", "data.tokenizer=acme/gated", "parallel.tensor=2", "train.stop_after=1"]
-    with serve({"main": files}) as site:
-        variables = user_of(site.address, str(tmp_path / "hf"))
-        said = shardwise("train", "gpt-tiny", *options, at=tmp_path, **variables, HF_TOKEN="")
-        assert f"is gated: accept its licence on {site.address}/acme/gated, then set HF_TOKEN" in said.failed(2)
-        assert not (tmp_path / "runs").exists()
-        said = shardwise("train", "gpt-tiny", *options, at=tmp_path, **variables, HF_TOKEN=TOKEN)
-    assert said.code == 0, said.err
-    assert f"fetching acme/gated from {site.address}: once, then cached in " in said.err
-    assert sorted(site.fetched) == ["merges.txt", "vocab.json"], "each file once, whatever the number of ranks"
-    assert TOKEN not in said.out + said.err
-    run = (tmp_path / "runs/latest").resolve()
-    written = [path for path in run.rglob("*") if path.is_file()]
-    assert not [path for path in written if TOKEN.encode() in path.read_bytes()], "the token is a secret"
-    assert len(metrics(run, "step")) == 1
-    folder = run / "checkpoints/step-00000001"
-    assert (folder / "merges.txt").read_bytes() == files["merges.txt"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
-    text = shardwise("generate", "runs/latest", "--prompt", "fox", "--max-tokens", "2", at=tmp_path, HF_HUB_OFFLINE="1")
-    assert text.code == 0, text.err
-    assert text.out.startswith("fox")
-
-
 CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5,
-}
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 def test_a_model_of_the_hub_in_place_of_a_recipe(tmp_path: Path) -> None:
@@ -87,43 +53,34 @@ def test_a_model_of_the_hub_in_place_of_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_trained_with_new_weights(files: dict[str, bytes], tmp_path: Path) -> None:
-    """The launcher fetches its config.json and tokenizer, which the ranks find in the cache, and no weights."""
-    keys = ("data.dataset=tiny", "train.steps=2", "train.global_batch=4", "parallel.tensor=2")
-    with serve({"main": {**files, "config.json": json.dumps(CONFIG).encode()}}) as site:
-        variables = user_of(site.address, str(tmp_path / "hf"))
-        said = shardwise("train", "acme/tiny", *keys, at=tmp_path, **variables)
-        assert said.code == 0, said.err
-        assert sorted(site.fetched) == ["config.json", "merges.txt", "vocab.json"], "each file once"
-    assert said.err.count("the model has the shape of acme/tiny") == 1
+def test_a_model_and_a_data_set_of_the_hub(files: dict[str, bytes], tmp_path: Path) -> None:
+    """The launcher fetches model, tokenizer and data, the ranks find them in the cache; no file has the token."""
+    data = ("data.dataset=acme/gated", "data.config=en", "data.split=train,validation")
+    command = ("train", "acme/gated", *data, "train.steps=2", "train.global_batch=4", "parallel.tensor=2")
+    published = {**files, "config.json": json.dumps(CONFIG).encode(), **FILES["main"]}
+    with serve({"main": published}) as site:
+        variables = user_of(site.address, str(tmp_path / "hf")) | {"SHARDWISE_CACHE": str(tmp_path / "cache")}
+        said = shardwise(*command, at=tmp_path, **variables, HF_TOKEN="")
+        assert f"is gated: accept its licence on {site.address}/acme/gated, then set HF_TOKEN" in said.failed(2)
+        assert not (tmp_path / "runs").exists()
+        said = shardwise(*command, at=tmp_path, **variables, HF_TOKEN=TOKEN)
+    assert said.code == 0, said.err
+    assert f"fetching acme/gated from {site.address}: once, then cached in " in said.err
+    parquet = ["en/train-0.parquet", "en/train-1.parquet", "en/validation.parquet"]
+    fetched = sorted(name for name in site.fetched if name != "README.md")
+    assert fetched == ["config.json", *parquet, "merges.txt", "vocab.json"], "each file once, whatever the ranks"
     run = (tmp_path / "runs/latest").resolve()
-    assert run.name.startswith("tiny-")
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()], "the token is a secret"
+    assert TOKEN not in said.out + said.err
     # An untrained model of 300 tokens knows nothing.
     assert metrics(run, "step")[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
-    config = json.loads((run / "checkpoints/step-00000002/config.json").read_text())
+    folder = run / "checkpoints/step-00000002"
+    config = json.loads((folder / "config.json").read_text())
     assert {key: config[key] for key in CONFIG} == CONFIG
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
     variables["HF_HUB_OFFLINE"] = "1"
     again = shardwise("train", "--run-dir", str(run), "train.steps=3", at=tmp_path, **variables)
     assert again.code == 0, again.err
     assert len(metrics(run, "step")) == 3
-
-
-@pytest.mark.slow
-def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
-    """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
-    miniature(tmp_path)
-    options = ["miniature.yaml", "data.dataset=acme/gated", "data.config=en", "data.split=train,validation"]
-    with serve(FILES) as site:
-        variables = user_of(site.address, str(tmp_path / "hf")) | {"SHARDWISE_CACHE": str(tmp_path / "cache")}
-        said = shardwise("train", *options, at=tmp_path, **variables, HF_TOKEN="")
-        assert f"is gated: accept its licence on {site.address}/datasets/acme/gated, then set HF_TOKEN" in said.failed(
-            2
-        )
-        done = shardwise("train", *options, "parallel.tensor=2", at=tmp_path, **variables, HF_TOKEN=TOKEN)
-        assert done.code == 0, done.err
-        fetched = [name for name in site.fetched if name.endswith(".parquet")]
-    assert sorted(fetched) == ["en/train-0.parquet", "en/train-1.parquet", "en/validation.parquet"]
-    run = (tmp_path / "runs/latest").resolve()
-    assert len(metrics(run, "step")) == 4
-    assert TOKEN not in done.out + done.err
-    assert not [path for path in run.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]

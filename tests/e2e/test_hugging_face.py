@@ -21,7 +21,6 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise_use.cli.model_argument import open_model_folder
 from tests.e2e.command import Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
-from tests.loopback_hub import TOKEN, serve, user_of
 
 
 def weights(trained: Trained) -> Path:
@@ -83,12 +82,6 @@ def test_the_tokenizer_comes_along(trained: Trained) -> None:
     assert len(sample) > len(tokenizer.decode(prompt))
 
 
-def test_generate_works(trained: Trained) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(weights(trained))
-    ids = torch.tensor([[1, 2, 3]])
-    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 6)
-
-
 SPECIAL = {"bos_token_id": 0, "eos_token_id": [0, 5, 7], "pad_token_id": 6}
 BESIDE = ("config.json", "generation_config.json")
 GPT_TINY = ("parallel.tensor=2", "parallel.sequence=true", "train.stop_after=2", "log.sample_tokens=0")
@@ -144,29 +137,6 @@ def test_a_run_starts_from_what_transformers_saved(pretrained: Path, started: tu
     )
     assert wanted > math.log(512) + 0.1, "a freshly drawn model would do as well"
     assert steps[1]["loss"] != steps[0]["loss"]
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_a_revision_on_the_hub(pretrained: Path, tmp_path: Path) -> None:
-    """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
-    files = {path.name: path.read_bytes() for path in pretrained.iterdir()}
-    options = ["checkpoint.load=acme/gated", "checkpoint.revision=v1", *GPT_TINY]
-    with serve({"main": {}, "v1": files}) as site:
-        variables = {**user_of(site.address, str(tmp_path / "hf")), "HF_TOKEN": TOKEN}
-        said = shardwise("train", "gpt-tiny", *options, at=tmp_path, **variables)
-    assert said.code == 0, said.err
-    assert said.complaint.startswith(f"fetching acme/gated at revision v1 from {site.address}: once, then cached in ")
-    assert said.complaint.count("\n") == 1, said.complaint
-    assert sorted(site.fetched) == sorted(files), "each file is fetched once, whatever the number of ranks"
-    run = (tmp_path / "runs/latest").resolve()
-    assert metrics(run, "start")[0]["loaded"].endswith(f"/snapshots/{site.commit('v1')}")
-    wanted = first_loss(pretrained, load_config("gpt-tiny"))
-    assert abs(metrics(run, "step")[0]["loss"] - wanted) <= 1e-5 * wanted
-    card = next(run.glob("checkpoints/*/README.md"))
-    assert "base_model: acme/gated\n" in card.read_text()
-    written = [path for path in run.rglob("*") if path.is_file()]
-    assert not [path for path in written if TOKEN.encode() in path.read_bytes()], "the token is a secret"
-    assert TOKEN not in said.out + said.err
 
 
 def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ TRAINING = (*KEYS, "checkpoint.every=2", "checkpoint.keep=null")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one process, and one whose two starts have other layouts."""
+    """A folder with a run of one process, and one of a pipeline."""
     folder = tmp_path_factory.mktemp("mixture")
     (folder / "code").mkdir()
     source = Path(json.__file__).parent
@@ -35,9 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = miniature(folder)
     command = ("train", recipe, *TRAINING, f"data.stages={STAGES}")
     shardwise(*command, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
-    first = ("parallel.pipeline=2", "train.stop_after=4", "--nproc", "2")
-    shardwise(*command, "--run-dir", "cut", *first, at=folder).succeeded()
-    shardwise(*command, "--run-dir", "cut", "--nproc", "2", at=folder).succeeded()
+    shardwise(*command, "--run-dir", "cut", "parallel.pipeline=2", "--nproc", "2", at=folder).succeeded()
     return folder
 
 
@@ -96,31 +94,3 @@ def test_a_branch_may_have_other_stages_from_its_step_on(place: Path) -> None:
     ]
     assert [numbers["late"] for numbers in read] == [0, 8, 16]
     assert len({numbers["more"] for numbers in read}) == 1, "after step 5 it is read no more"
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_other_data_where_the_key_is_named(place: Path) -> None:
-    command = ("train", miniature(place), *TRAINING, f"data.stages={STAGES}", "data.mixture.code.text_key=body")
-    refused = within(*command, "--run-dir", "alone", "train.steps=7", at=place).failed(2)
-    assert "let the run go on with it by --change data.mixture" in refused
-    weights = MIXTURE.replace("weight: 0.7", "weight: 0.6")
-    changed = (
-        "--run-dir",
-        "cut",
-        "train.steps=7",
-        "--change",
-        "data.mixture",
-        f"data.mixture={weights}",
-        "--nproc",
-        "1",
-    )
-    before = sorted(path.name for path in (place / "cut").iterdir())
-    assert "the stages before step 6, from which the run goes on, must stay" in shardwise(
-        *command, *changed, at=place
-    ).failed(2)
-    assert sorted(path.name for path in (place / "cut").iterdir()) == before, "nothing is written before"
-    shardwise(
-        *command, "train.steps=7", "--change", "data.mixture", "--run-dir", "cut", "--nproc", "1", at=place
-    ).succeeded()
-    (resumed,) = list(metrics(place / "cut", "resume"))[-1:]
-    assert any(change.startswith("data.mixture.code ") for change in resumed["changes"])

@@ -17,14 +17,11 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import Config, load_config
 from shardwise.data.formats.prepared_data import make_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives
-from shardwise.models.build import build_model
-from tests.arch.source import ROOT, config_fields
+from tests.arch.source import ROOT
 from tests.dist import dense
 from tests.dist.test_families import gradients_of
 from tests.e2e.command import ALONE, Outcome, metrics, shardwise
@@ -76,26 +73,10 @@ def test_it_takes_at_most_60_changed_lines() -> None:
     assert f"all differences between the two files: {shown} lines" in PAGE
 
 
-def test_keys_and_links_of_the_page_exist() -> None:
-    prose = re.sub(r"^```\w+\n.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
-    sections = "|".join({key.partition(".")[0] for key in config_fields()})
-    named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\()", prose))
-    assert {"model.family", "train.recompute", "checkpoint.load"} <= named
-    assert named <= set(config_fields())
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE)
-    assert links
-    assert all((ROOT / "docs" / link).exists() for link in links)
-
-
 def test_the_page_shows_the_recipe_as_it_is() -> None:
     (block,) = blocks("yaml", STEPS)
     shown, whole = (yaml.safe_load(text) for text in (block, (ROOT / RECIPE).read_text(encoding="utf-8")))
     assert shown == {section: whole[section] for section in shown}
-
-
-def test_the_page_links_its_files() -> None:
-    for name in ("plain.py", "sharded.py", "own.yaml", "verify.py"):
-        assert f"[{name}](../examples/own_model/{name})" in STEPS
 
 
 def test_the_page_shows_lines_of_the_other_parts() -> None:
@@ -126,7 +107,7 @@ def test_the_wrapper_of_the_page_sums_what_plain_averages() -> None:
 class Followed:
     """A folder with the examples, in which the page's trainings were run in their order; what each printed.
 
-    The recipe has two blocks and large micro-batches, to save time.
+    The recipe has two blocks, large micro-batches and half of the steps, to save time.
     """
 
     at: Path
@@ -137,7 +118,7 @@ class Followed:
 
     @property
     def weights(self) -> Path:
-        return self.run("four") / "checkpoints/step-00000020"
+        return self.run("four") / "checkpoints/step-00000010"
 
     @property
     def config(self) -> Config:
@@ -157,7 +138,8 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     at = tmp_path_factory.mktemp("own")
     shutil.copytree(ROOT / "examples", at / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     recipe = (at / RECIPE).read_text(encoding="utf-8")
-    for whole, small in (("num_hidden_layers: 4", "num_hidden_layers: 2"), ("micro_batch: 2", "micro_batch: 4")):
+    sizes = {"num_hidden_layers: 4": "num_hidden_layers: 2", "micro_batch: 2": "micro_batch: 4"}
+    for whole, small in {**sizes, "  steps: 20": "  steps: 10", "eval_every: 20": "eval_every: 10"}.items():
         assert recipe.count(whole) == 1
         recipe = recipe.replace(whole, small)
     (at / RECIPE).write_text(recipe, encoding="utf-8")
@@ -173,7 +155,7 @@ def follow(line: str, at: Path) -> Outcome:
 def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
     one, four = (metrics(followed.run(name)) for name in ("one", "four"))
     events = [(record["event"], record["loss"]) for record in one if "loss" in record]
-    assert [name for name, _ in events].count("step") == 20
+    assert [name for name, _ in events].count("step") == 10
     assert [name for name, _ in events].count("eval") == 2
     losses = [record["loss"] for record in four if "loss" in record]
     assert losses == pytest.approx([loss for _, loss in events], rel=1e-5)
@@ -226,7 +208,7 @@ def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch
     monkeypatch.chdir(followed.at)
     (code,) = (block for block in blocks("python") if block.startswith("# after the runs above\n"))
     scope: dict[str, Any] = {}
-    exec(compile(code, "own-model.md", "exec"), scope)
+    exec(compile(code.replace("step-00000020", "step-00000010"), "own-model.md", "exec"), scope)
     model, config = scope["model"], followed.config
     evaluation = make_batches(config, prepare_data(config), "eval")
     assert evaluation is not None
@@ -246,22 +228,6 @@ def test_the_export_names_the_family_and_no_architecture(followed: Followed) -> 
     keys = followed.config.model.model_dump()
     assert {key: described[key] for key in keys} == keys
     assert set(load_file(followed.weights / "model.safetensors")) == set(plain(followed.config).state_dict())
-
-
-def reloaded(recipe: Path, folder: Path, tensor: int) -> dict[str, Tensor]:
-    """On this rank: an export in a model of another layout and other initial weights, whole again."""
-    own = load_config(str(recipe), [f"parallel.tensor={tensor}", "train.seed=9"])
-    model = build_model(own, dense.mesh(tensor).tp, sequence_parallel=tensor > 1)
-    load_hugging_face(model, own.model, dense.mesh(tensor), folder)
-    return {name: whole.clone() for name, whole in canonical_tensors(model)}
-
-
-@pytest.mark.parametrize("tensor", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_export_reloads_bit_equal_at_another_degree(tensor: int, followed: Followed, ranks: Any) -> None:
-    wanted = load_file(followed.weights / "model.safetensors")
-    for found in dense.run(ranks, tensor, reloaded, followed.at / RECIPE, followed.weights, tensor):
-        assert set(found) == set(wanted)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def plain(config: Config) -> nn.Module:
@@ -303,7 +269,7 @@ def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (4, True)])
 def test_the_layers_of_the_page_compute_the_same_at_any_degree(tensor: int, sequence: bool, ranks: Any) -> None:
     """With more ranks than key heads too."""
     code = (EXAMPLE / "parts.py").read_text(encoding="utf-8")
@@ -315,50 +281,6 @@ def test_the_layers_of_the_page_compute_the_same_at_any_degree(tensor: int, sequ
         assert set(found) == set(gradients)
         errors = {name: dense.error(found[name], gradients[name]) for name in gradients}
         assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.slow
-def test_dropout_and_recompute_are_the_same_at_any_layout(followed: Followed) -> None:
-    (followed.at / "optional.py").write_text(changed(SHARDED, blocks("diff", OPTIONAL)))
-    overrides = ["model.family=optional:Decoder", "train.steps=4", "train.dropout_mode=invariant", "train.eval_every=4"]
-    layouts = {
-        "alone": [],
-        "recomputed": ["train.recompute=full"],
-        "cut": ["train.recompute=full", "parallel.tensor=2", "parallel.sequence=true"],
-    }
-    losses = {}
-    for name, keys in layouts.items():
-        shardwise("train", RECIPE, *overrides, *keys, "--run-dir", f"runs/{name}", at=followed.at).succeeded()
-        losses[name] = [record["loss"] for record in metrics(followed.run(name)) if "loss" in record]
-    assert losses["recomputed"] == losses["alone"], "recompute must not change a bit"
-    assert losses["cut"] == pytest.approx(losses["alone"], rel=1e-5)
-    steps = [record["loss"] for record in metrics(followed.run("alone"), "step")]
-    without = [record["loss"] for record in metrics(followed.run("one"), "step")]
-    assert steps[0] != pytest.approx(without[0], rel=1e-5), "nothing was dropped"
-    start, first = (metrics(followed.run(name), "eval")[0]["loss"] for name in ("alone", "one"))
-    assert start == pytest.approx(first, rel=1e-6), "an evaluation drops nothing"
-
-
-# ---- bad input
-
-
-BAD: dict[str, tuple[list[str], str]] = {
-    "key": (["model.hiden_size=8"], "model.hiden_size: examples.own_model.sharded:Decoder takes no such argument"),
-    "plain": (
-        ["model.family=examples.own_model.plain:Decoder"],
-        "examples.own_model.plain:Decoder takes no argument group",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", BAD)
-def test_a_mistake_is_told_before_any_rank_starts(mistake: str, tmp_path: Path) -> None:
-    shutil.copytree(EXAMPLE, tmp_path / "examples" / "own_model")
-    keys, text = BAD[mistake]
-    said = shardwise("train", RECIPE, "parallel.tensor=2", *keys, at=tmp_path).failed(2)
-    assert said.count(text) == 1, said
-    assert said.count("shardwise: ") == 1
-    assert not (tmp_path / "runs").exists(), "a mistake must leave no run behind"
 
 
 def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:

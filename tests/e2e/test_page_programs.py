@@ -25,6 +25,7 @@ PROGRAMS = {
         "Balance",
     ): "tests/dist/test_balance.py::test_transformers_has_the_same_loss_with_its_balance_term",
     ("docs/data.md", "Mixtures and stages"): "tests/unit/config/test_mixture.py::test_the_mixture_of_the_page_is_read",
+    ("docs/data-formats.md", "Megatron's .bin and .idx"): "tests/e2e/page_data.py::megatrons_files",
     ("docs/planner.md", "Devices"): "tests/e2e/test_page_programs.py::test_an_own_device_of_the_page_is_read",
     ("docs/own-model-options.md", ""): "tests/e2e/test_own_model.py::followed",
     (

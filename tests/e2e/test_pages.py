@@ -28,6 +28,7 @@ from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.arch.source import ROOT
 from tests.e2e.command import environment
 from tests.e2e.page_commands import Reader, serve
+from tests.e2e.page_data import PREPARED
 from tests.unit.data import hdf5_shards
 
 PAGES = {
@@ -50,21 +51,8 @@ ELSEWHERE = {
     ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
     ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
     ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
-    ("docs/data-formats.md", "Text files"): "tests/e2e/test_data_pages.py::test_text",
-    ("docs/data-formats.md", "Hugging Face datasets"): "tests/e2e/test_data_pages.py::test_hugging_face_datasets",
-    ("docs/token-files.md", "Rows and flat files"): "tests/e2e/test_data_pages.py::test_token_files",
-    ("docs/data-formats.md", "Streams"): "tests/e2e/test_data_pages.py::test_streams_go_on",
-    (
-        "docs/documents.md",
-        "Documents within a sample",
-    ): "tests/e2e/test_documents.py::test_the_page_runs_and_layouts_agree",
-    ("docs/documents.md", "Whole documents in a sample"): (
-        "tests/e2e/test_documents.py::test_packed_documents_go_on_at_another_layout"
-    ),
     ("docs/data.md", "Preparing data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
-    ("docs/data-formats.md", "Megatron's .bin and .idx"): "tests/e2e/test_data_pages.py::test_megatrons_files",
-    ("docs/data-formats.md", "BERT's HDF5 shards"): "tests/e2e/test_data_pages.py::test_berts_shards_go_on",
     ("docs/planner.md", "This machine, and a run that was"): (
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
@@ -83,7 +71,6 @@ ELSEWHERE = {
 }
 """Page and heading ("": the whole page) of blocks that the named test runs, with what they need."""
 SHARDS = (
-    ("shards", 128, 20),
     ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen128", 128, 20),
     ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen512", 512, 80),
 )
@@ -166,10 +153,12 @@ def publish(reader: Reader, recipe: str, name: str) -> None:
     shutil.copytree(made, reader.at / name, ignore=shutil.ignore_patterns("optimizer", "manifest.json"))
 
 
-def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, str, str]]:
+def follow(page: str, at: Path) -> Iterator[tuple[Block, int, str, str]]:
     """Run the blocks of a page in their order; of each its exit code, standard output and standard error."""
-    reader = Reader(at, quick)
+    reader = Reader(at)
     equip(reader)
+    for write in PREPARED.get(page, ()):
+        write(at)
     published = {"EleutherAI/gpt-neox-20b": "gpt-neox-20b", "openai-community/gpt2": "gpt2", "my-model": "gpt2"}
     for name, recipe in published.items():
         if f"checkpoint.load={name}" in PAGES[page]:
@@ -224,7 +213,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize("page", FOLLOWED)
 def test_every_command_runs(page: str, tmp_path: Path) -> None:
-    for block, code, out, err in follow(page, tmp_path, quick=True):
+    for block, code, out, err in follow(page, tmp_path):
         assert_healthy(block, code, out, err)
 
 

@@ -1,17 +1,11 @@
 """Training with its checkpoints in an object store, as a user does it, against an S3 server on loopback."""
 
-import hashlib
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import Outcome, imported_first, metrics, miniature, python, shardwise
+from tests.e2e.command import imported_first, metrics, miniature, python, shardwise
 from tests.e2e.conftest import Trained
 from tests.loopback_s3 import BUCKET, user_of
 
@@ -31,150 +25,63 @@ if os.environ.get("RANK") == "1":
 QUIET = ("log.tensorboard=false", "precision.mode=float32")
 
 
-@dataclass(frozen=True)
-class Used:
-    """A run in a bucket: killed while it saved step 3, finished at its layout, taken further by one process.
-
-    Attributes:
-        after_kill: names of all objects. weights: digest of those at the end of the resumed run.
-    """
-
-    at: Path
-    user: dict[str, str]
-    killed: Outcome
-    resumed: Outcome
-    after_kill: list[str]
-    weights: str
-    further: Outcome
-
-    @property
-    def run(self) -> Path:
-        return self.at / "run"
-
-
 NAMES = """
 import json, sys
 from shardwise.checkpoint.storage.root import Root
 print(json.dumps(list(Root.of(sys.argv[1]).files())))
 """
-DIGEST = """
-import hashlib, sys
-from shardwise.checkpoint.storage.root import Root
-print(hashlib.sha256((Root.of(sys.argv[1]) / "step-00000004/model.safetensors").read()).hexdigest())
-"""
+PATH = (f"checkpoint.path={URL}", "checkpoint.every=1", "checkpoint.keep=2", "--run-dir", "run")
 
 
 @pytest.fixture(scope="module")
-def used(object_store: str, tmp_path_factory: pytest.TempPathFactory) -> Used:
+def user(object_store: str) -> dict[str, str]:
+    return {**user_of(object_store), "AWS_SECRET_ACCESS_KEY": SECRET}
+
+
+@pytest.fixture(scope="module")
+def used(user: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run in a bucket: killed while it saved step 3, and finished at its layout."""
     at = tmp_path_factory.mktemp("remote")
     hook = imported_first(KILLED_MIDWAY, at / "hook")
-    path = (f"checkpoint.path={URL}", "checkpoint.every=1", "checkpoint.keep=2", "--run-dir", "run")
-    same = ("train", miniature(at), *QUIET, "parallel.tensor=2", "parallel.sequence=true", *path)
-    user = {**user_of(object_store), "AWS_SECRET_ACCESS_KEY": SECRET}
-    killed = shardwise(*same, at=at, **user, **hook)
+    same = ("train", miniature(at), *QUIET, "parallel.tensor=2", "parallel.sequence=true", *PATH)
+    shardwise(*same, at=at, **user, **hook).failed(1)
     after_kill = json.loads(python(NAMES, URL, **user))
+    assert "step-00000003/optimizer/rank-00000.safetensors" in after_kill, "the kill came before the save"
+    manifests = [name for name in after_kill if name.endswith("manifest.json")]
+    assert manifests == ["step-00000001/manifest.json", "step-00000002/manifest.json"], "no checkpoint of step 3"
     resumed = shardwise(*same, at=at, **user)
-    weights = python(DIGEST, URL, **user).strip()
-    other = ("optimizer.zero=0", "train.steps=6", *path)
-    further = shardwise("train", miniature(at), *QUIET, *other, at=at, **user)
-    return Used(at, user, killed, resumed, after_kill, weights, further)
+    assert resumed.code == 0, resumed.err
+    return at
 
 
 @pytest.mark.slow
-def test_a_save_that_is_killed_midway_is_no_checkpoint(used: Used) -> None:
-    used.killed.failed(1)
-    assert "step-00000003/optimizer/rank-00000.safetensors" in used.after_kill, "the kill came before the save"
-    manifests = [name for name in used.after_kill if name.endswith("manifest.json")]
-    assert manifests == ["step-00000001/manifest.json", "step-00000002/manifest.json"]
-
-
-@pytest.mark.slow
-def test_a_resume_takes_the_one_before_and_is_exact(used: Used, trained: Trained) -> None:
+def test_a_resume_takes_the_checkpoint_before_and_is_exact(used: Path, trained: Trained) -> None:
     """To the bit, against a run on a disk that nobody killed."""
-    assert used.resumed.code == 0, used.resumed.err
-    first, _ = metrics(used.run, "resume")
-    assert first["checkpoint"] == f"{URL}/step-00000002"
-    assert any("step 3" in event["text"] for event in metrics(used.run, "warning")), "the user is not told of step 3"
-    wanted = {event["step"]: event["loss"] for event in metrics(trained.run, "step")}
-    found = {event["step"]: event["loss"] for event in metrics(used.run, "step") if event["step"] <= 4}
-    assert found == wanted
-    weights = (trained.run / "checkpoints/step-00000004/model.safetensors").read_bytes()
-    assert used.weights == hashlib.sha256(weights).hexdigest(), "losses are equal, and the final weights differ"
+    (resume,) = metrics(used / "run", "resume")
+    assert resume["checkpoint"] == f"{URL}/step-00000002"
+    assert any("step 3" in event["text"] for event in metrics(used / "run", "warning")), "step 3 is left out in silence"
+    found, wanted = ([event["loss"] for event in metrics(run, "step")] for run in (used / "run", trained.run))
+    assert found[-2:] == wanted[-2:]
 
 
 @pytest.mark.slow
-def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Used) -> None:
-    assert used.further.succeeded()
-    assert metrics(used.run, "resume")[-1]["checkpoint"] == f"{URL}/step-00000004"
-    saved = [event for event in metrics(used.run, "checkpoint") if event["step"] > 4]
-    assert [(event["path"], event["removed"]) for event in saved] == [
-        (f"{URL}/step-00000005", [3]),
-        (f"{URL}/step-00000006", [4]),
-    ]
-    folders = {name.partition("/")[0] for name in json.loads(python(NAMES, URL, **used.user))}
+def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Path, user: dict[str, str]) -> None:
+    other = ("train", "miniature.yaml", *QUIET, "optimizer.zero=0", "train.steps=6", *PATH)
+    shardwise(*other, at=used, **user).succeeded()
+    run = used / "run"
+    assert metrics(run, "resume")[-1]["checkpoint"] == f"{URL}/step-00000004"
+    saved = [(event["path"], event["removed"]) for event in metrics(run, "checkpoint") if event["step"] > 4]
+    assert saved == [(f"{URL}/step-00000005", [3]), (f"{URL}/step-00000006", [4])]
+    folders = {name.partition("/")[0] for name in json.loads(python(NAMES, URL, **user))}
     assert folders == {"run.json", "step-00000005", "step-00000006"}, "objects of other steps, or a probe, are left"
-    assert not (used.run / "checkpoints").exists()
-    out = shardwise("checkpoint", "verify", URL, at=used.at, **used.user).succeeded().out
+    assert not (run / "checkpoints").exists()
+    out = shardwise("checkpoint", "verify", URL, at=used, **user).succeeded().out
     assert out.count("intact") == 2, out
-    for file in (each for each in used.run.rglob("*") if each.is_file()):
+    for file in (each for each in run.rglob("*") if each.is_file()):
         assert SECRET.encode() not in file.read_bytes(), f"{file} has the secret key"
 
 
-@pytest.mark.slow
-def test_weights_alone_start_another_run(used: Used, tmp_path: Path) -> None:
-    load = f"checkpoint.load={URL}/step-00000006"
-    shardwise(
-        *(
-            "train",
-            miniature(tmp_path),
-            *QUIET,
-            load,
-            "train.stop_after=1",
-            "log.sample_tokens=0",
-            "--run-dir",
-            "other",
-        ),
-        at=tmp_path,
-        **used.user,
-    ).succeeded()
-    begun, ended = metrics(tmp_path / "other", "eval")[0], metrics(used.run, "eval")[-1]
-    assert begun["loss"] == pytest.approx(ended["loss"], rel=1e-6), "the loaded weights are not those of the checkpoint"
-
-
 # ---- what is refused, before a step
-
-
-class _Forbidding(BaseHTTPRequestHandler):
-    """Answers as S3 does to a key that it does not know."""
-
-    def _answer(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        code, reason = "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."
-        body = f"<Error><Code>{code}</Code><Message>{reason}</Message></Error>".encode()
-        self.send_response(403)
-        self.send_header("Content-Type", "application/xml")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_GET = do_PUT = do_HEAD = do_POST = _answer
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def forbidding() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Forbidding)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 LOOK = """
@@ -202,24 +109,19 @@ print(json.dumps(said))
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path: Path) -> None:
-    recipe = str(miniature(tmp_path))
-    there = used.user["AWS_ENDPOINT_URL"]
+def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Path, user: dict[str, str]) -> None:
+    recipe, there = str(used / "miniature.yaml"), user["AWS_ENDPOINT_URL"]
     bucket = ("path", there, "s3://no-such-bucket/run")
     cases = [bucket, ("path", "http://127.0.0.1:9", URL), ("load", there, URL), ("path", there, URL)]
-    with forbidding() as address:
-        # The client tries again four times, for up to 15 s.
-        once = {"AWS_MAX_ATTEMPTS": "1", **used.user}
-        said = json.loads(python(LOOK, recipe, json.dumps([*cases, ("path", address, URL)]), **once))
-    missing, endpoint, load, taken, keys = said
+    # The client tries again four times, for up to 15 s.
+    once = {"AWS_MAX_ATTEMPTS": "1", **user}
+    missing, endpoint, load, taken = json.loads(python(LOOK, recipe, json.dumps(cases), **once))
     assert missing.startswith("checkpoint.path: s3://no-such-bucket/run/.probe-")
     assert "cannot be written: The specified bucket does not exist; make the bucket" in missing
     assert endpoint.startswith(f"checkpoint.path: {URL} cannot be read: Could not connect to the endpoint URL")
     assert "; set AWS_ENDPOINT_URL to " in endpoint
     assert load == f"{URL}/step-00000006"
     assert taken.startswith(f"checkpoint.path ({URL}) must be empty for a new run, it has a checkpoint of step 6: ")
-    assert keys.startswith(f"checkpoint.path: {URL} cannot be read: ")
-    assert "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in keys
 
 
 ABANDON = f"""
@@ -237,5 +139,5 @@ print(len(begun), len(left), (Root.of("{URL}") / "large").exists())
 
 
 @pytest.mark.slow
-def test_an_upload_in_parts_that_is_abandoned_leaves_nothing(used: Used) -> None:
-    assert python(ABANDON, **used.user) == "1 0 False\n"
+def test_an_upload_in_parts_that_is_abandoned_leaves_nothing(user: dict[str, str]) -> None:
+    assert python(ABANDON, **user) == "1 0 False\n"

@@ -20,14 +20,13 @@ from tests.e2e.command import (
     Outcome,
     Process,
     environment,
-    json_lines,
     metrics,
     miniature,
     outcome,
     shardwise,
     start,
+    within,
 )
-from tests.e2e.conftest import Trained
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "--run-dir", "run")
 NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)\n"
@@ -74,7 +73,7 @@ def go_on(folder: Path, step: int, *arguments: str) -> None:
     assert "steps: 1000000" in (run / "config-0001.yaml").read_text()
     assert (run / "environment-0001.json").exists()
     before = (run / "metrics.jsonl").read_bytes()
-    finished = shardwise(*again, *arguments, at=folder).succeeded()
+    finished = within(*again, *arguments, at=folder).succeeded()
     assert re.fullmatch(
         rf"the run in run is finished: {step + 1:,} of {step + 1:,} steps, results in run/results.json; .*\n",
         finished.out,
@@ -102,58 +101,40 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     go_on(tmp_path, step)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_signal_to_every_process_of_a_job_is_one_request(tmp_path: Path) -> None:
-    """As SLURM sends it at the time limit: to the launcher, to what starts the ranks, and to the ranks."""
-    job = training(tmp_path, "parallel.tensor=2")
-    for pid in (job.pid, *processes.descendants(job.pid)):
-        os.kill(pid, signal.SIGTERM)
-    ended = outcome(job, timeout=SECONDS)
-    ended.failed(75)
-    stopped_at(ended, tmp_path / "run", "SIGTERM")
-
-
 def test_a_run_is_stopped_by_its_folder_while_a_second_one_is_refused(tmp_path: Path) -> None:
     job = training(tmp_path, "parallel.tensor=2")
     run = tmp_path / "run"
     config = (run / "config.yaml").read_bytes()
-    for arguments in (("parallel.tensor=2",), ("model.hidden_size=64",)):
-        err = shardwise("train", miniature(tmp_path), *LONG, *arguments, at=tmp_path).failed(2)
-        assert re.fullmatch(
-            rf"shardwise: --run-dir \(run\) is in use by another run \(process {job.pid} on \S+, since \S+\): .*\n", err
-        )
+    err = within("train", miniature(tmp_path), *LONG, "model.hidden_size=64", at=tmp_path).failed(2)
+    in_use = rf"shardwise: --run-dir \(run\) is in use by another run \(process {job.pid} on \S+, since \S+\): .*\n"
+    assert re.fullmatch(in_use, err)
     assert (run / "config.yaml").read_bytes() == config
     assert not list(run.glob("config-*"))
-    asked = shardwise("stop", "--wait", at=tmp_path).succeeded()
+    asked = within("stop", "--wait", at=tmp_path).succeeded()
     ended = outcome(job, timeout=SECONDS)
     ended.failed(75)
     step = stopped_at(ended, run, "`shardwise stop`")
     assert asked.out.endswith(
         f"ended: stopped by `shardwise stop` after step {step:,}; its newest checkpoint is of step {step:,}\n"
     )
-    assert "no run is under way in run: stopped by" in shardwise("stop", "run", at=tmp_path).failed(2)
+    assert "no run is under way in run: stopped by" in within("stop", "run", at=tmp_path).failed(2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("asks", ["signal", "command"])
-def test_inside_torchrun(asks: str, tmp_path: Path) -> None:
+def test_inside_torchrun(tmp_path: Path) -> None:
     """Nobody of ours stands between; torchrun itself ends with 1 whatever its ranks ended with."""
     job = training(tmp_path, "parallel.tensor=2", program=UNDER_TORCHRUN)
     run = tmp_path / "run"
     refused = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path).failed(2)
     assert "--run-dir (run) is in use by another run" in refused
-    if asks == "signal":
-        for pid in processes.ranks(job.pid).values():
-            os.kill(pid, signal.SIGUSR1)
-    else:
-        shardwise("stop", "run", at=tmp_path).succeeded()
+    for pid in processes.ranks(job.pid).values():
+        os.kill(pid, signal.SIGUSR1)
     ended = outcome(job, timeout=SECONDS)
     assert ended.code != 0
     assert "Signal " not in ended.err, "a rank was ended before it left by itself"
     assert re.search(r"exitcode\s*: 75", ended.err), ended.err
-    stopped_at(ended, run, "SIGUSR1" if asks == "signal" else "`shardwise stop`")
+    stopped_at(ended, run, "SIGUSR1")
     assert ended.err.count("shardwise: the run was stopped by") == 1
 
 
@@ -168,11 +149,8 @@ def test_before_training_a_signal_ends_at_once(tmp_path: Path) -> None:
     assert processes.wait_for(lambda: not any(map(processes.alive, everyone)), 5)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [pytest.param(tensor, id=name, marks=pytest.mark.slow) for tensor, name in ((1, "alone"), (2, "launched"))],
-)
-def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     """What is printed after that goes nowhere, and must not become the error that loses the checkpoint."""
     master, slave = pty.openpty()
 
@@ -180,17 +158,10 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    job = subprocess.Popen(
-        [*ALONE, "train", miniature(tmp_path), *LONG, f"parallel.tensor={tensor}"],
-        cwd=tmp_path,
-        env=environment(),
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        text=True,
-        start_new_session=True,
-        preexec_fn=login,
-    )
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave, "text": True}
+    command = [*ALONE, "train", miniature(tmp_path), *LONG, "parallel.tensor=2"]
+    options = {"cwd": tmp_path, "env": environment(), "start_new_session": True, "preexec_fn": login}
+    job = subprocess.Popen(command, **streams, **options)
     os.close(slave)
     closed = threading.Event()
 
@@ -212,19 +183,3 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path
     (stop,) = metrics(tmp_path / "run", "stop")
     assert stop["reason"] == "stopped by SIGHUP"
     assert (tmp_path / f"run/checkpoints/step-{stop['step']:08d}/manifest.json").exists()
-
-
-def test_a_finished_run_is_not_started_and_a_changed_one_is_refused(trained: Trained) -> None:
-    same = ("train", "miniature.yaml", "parallel.tensor=2", "parallel.sequence=true", "--run-dir", trained.run)
-    assert " is finished: 4 of 4 steps, results in " in shardwise(*same, at=trained.at).succeeded().out
-    changed = ("model.num_hidden_layers=3", "data.split=80,20", "train.seed=1", "optimizer.lr=1e-4")
-    err = shardwise(*same, *changed, at=trained.at).failed(2)
-    assert err == (
-        "shardwise: the run in this folder can be resumed only with the model and data that it began with:\n"
-        "  model.num_hidden_layers (3) must be 2\n"
-        "  train.seed (1) must be 1234\n"
-        "  data.split (80,20) must be 95,5\n"
-        "set them back, or start a new run in another --run-dir\n"
-    )
-    of_rank = json_lines(trained.run / "ranks/rank-0001.jsonl")
-    assert [line["step"] for line in of_rank if "step" in line] == [1, 2, 3, 4]

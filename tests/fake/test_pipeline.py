@@ -109,7 +109,6 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
     )
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer = build_trainer(config, mesh, data)
-        assert trainer.pipeline is not None
         skip_pipeline_warm_up(trainer.pipeline.schedule, trainer.pipeline.stages)
         forward = _counting(trainer)
         sent(mesh)

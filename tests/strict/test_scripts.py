@@ -36,7 +36,6 @@ def run(script: str, at: Path, **variables: str) -> Outcome:
     ("name", "like_cuda", "backends"),
     [
         pytest.param("zero1.py", "1", "", id="ZeRO-1", marks=pytest.mark.slow),
-        pytest.param("layers.py", "1", "", id="layers", marks=pytest.mark.slow),
         pytest.param(
             "zero1.py",
             "0",

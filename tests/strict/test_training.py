@@ -1,17 +1,14 @@
 """The same training on the strict device as on the CPU."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.dist import bits, cells
-from tests.dist.cells import Cell, array, small
-from tests.e2e.command import metrics, miniature, shardwise
+from tests.dist.cells import Cell, small
 from tests.rank_pool import RankPool
-from tests.strict import build, ranks
+from tests.strict import ranks
 from tests.sweeps import few
 
 Strict = Callable[..., RankPool]
@@ -56,28 +53,3 @@ def test_mixed_precision_is_near_that_of_the_cpu(strict: Strict) -> None:
     """Another kernel of attention rounds to bfloat16 at other places."""
     (cell,) = small(Cell("llama", tensor=2, sequence=True, mode="mixed"))
     compare(strict(2).run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses, 5e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", array(), ids=lambda cell: cell.name)
-def test_every_cell(cell: Cell, strict: Strict) -> None:
-    """As `tests/dist/test_cells.py` has it, and with its tolerance."""
-    found = strict(cell.world).run(ranks.losses, cell, cells.STEPS)[0]
-    compare(found, cells.measure(cell.alone, cells.STEPS).losses, 1e-5)
-
-
-@pytest.mark.slow
-def test_the_commands_train_and_go_on(strict: Strict, tmp_path: Path) -> None:
-    """`shardwise train` by a launcher, stopped and continued, with evaluation, checkpoint and a sample of text."""
-    program = ("/usr/bin/env", sys.executable, "-m", "shardwise")
-    options = ("--nproc", "2", "parallel.tensor=2", "parallel.sequence=true", "precision.mode=float32")
-    losses = {}
-    for name, variables in (("cpu", {}), ("strict", build.variables())):
-        at = tmp_path / name
-        at.mkdir()
-        command = ("train", miniature(at), "--run-dir", "run", *options)
-        for more in (["train.stop_after=2"], []):
-            shardwise(*command, *more, at=at, program=program, **variables).succeeded()
-        losses[name] = [line["loss"] for line in metrics(at / "run", "step")]
-    assert len(losses["cpu"]) == 4
-    compare(losses["strict"], losses["cpu"])

@@ -155,9 +155,7 @@ def _plan(
     cells = list(dict.fromkeys([*alone, *chosen_cells]))
     if not chosen_cells:
         raise ConfigError(
-            f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: parallel.tensor × "
-            "parallel.context × parallel.pipeline must divide the number of ranks (--nproc), and parallel.expert the "
-            "data-parallel degree × parallel.context"
+            f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: {layouts.RULE}"
         )
     has_accelerator = set(devices) != {"cpu"}
     config = miniature.miniature(recipe, cells, steps, has_accelerator=has_accelerator)
@@ -216,10 +214,8 @@ class _Verified:
         if broken := len(self.result.broken):
             output.line(f"BROKEN by {broken} of {layouts_text}")
         else:
-            differences = (outcome.differences for outcome in outcomes)
-            replayed = sum(values is not None and values.choices.differing > 0 for values in differences)
-            with_choices = f", {replayed} of them with its choices of experts" if replayed else ""
-            output.line(f"{'All ' if len(outcomes) > 1 else ''}{layouts_text} trained like one process{with_choices}.")
+            every = "All " if len(outcomes) > 1 else ""
+            output.line(f"{every}{layouts_text} trained like one process{self.result.replayed_text()}.")
 
     @property
     def _data_parallelism_differs(self) -> bool:
@@ -247,7 +243,7 @@ class _Verified:
         ]
         if self.config.is_bit_equal:
             bounds.append(f"gradient norms, weights and optimizer state after steps {middle} and {train.steps} equal")
-        rows = [
+        return [
             ("model", f"{self.name} in miniature: {_sizes(self.config.model)}"),
             (
                 "training",
@@ -256,14 +252,8 @@ class _Verified:
             ),
             ("reference", f"one process on {device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at the last"),
             ("bounds", "; ".join(bounds)),
+            *self.result.choice_rows(),
         ]
-        if self.result.choices:
-            text = (
-                f"{self.result.choices:,} choices of a token's expert; only nearly equal scores may be ordered "
-                "otherwise, and such a layout is compared with the choices of one process"
-            )
-            rows.append(("experts", text))
-        return rows
 
 
 def _within(tolerance: float) -> str:
@@ -283,10 +273,8 @@ def _sizes(model: ModelConfig) -> str:
 
 def _show_table(device: str, outcomes: Sequence[verification.CellOutcome], *, counts_choices: bool) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
-    rows = [_settings(outcome.cell) for outcome in outcomes]
+    rows = layouts.table_rows([outcome.cell for outcome in outcomes])
     columns = [*_NUMBERS, *([_CHOICES] if counts_choices else [])]
-    if all(outcome.cell.expert == 1 for outcome in outcomes):
-        rows = [{head: value for head, value in row.items() if head != "EP"} for row in rows]
     shared = {head: value for head, value in rows[0].items() if all(row[head] == value for row in rows)}
     heads = [head for head in rows[0] if head not in shared]
     output.line(f"{device}, the largest differences from one process:")
@@ -296,18 +284,6 @@ def _show_table(device: str, outcomes: Sequence[verification.CellOutcome], *, co
         for outcome, row in zip(outcomes, rows, strict=True)
     ]
     output.table(table, ["", *heads, *columns], right=range(len(heads) + 1, len(heads) + 1 + len(columns)))
-
-
-def _settings(cell: layouts.Cell) -> dict[str, str]:
-    return {
-        "TP": f"{cell.tensor}{' SP' if cell.sequence else ''}",
-        "CP": str(cell.context),
-        "EP": str(cell.expert),
-        "PP": str(cell.pipeline),
-        "DP": f"{cell.data}{f' Z{cell.zero}' if cell.zero else ''}",
-        "schedule": cell.schedule or "-",
-        "recompute": cell.recompute,
-    }
 
 
 def _values(outcome: verification.CellOutcome, columns: Sequence[str]) -> list[str]:

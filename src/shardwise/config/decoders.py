@@ -27,14 +27,14 @@ from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 _MLPBias: TypeAlias = Annotated[bool, Field(description="biases in the feed-forward layer")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]
 
-_SIZES_OF_LLAMA = {
+SIZES_OF_LLAMA = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-_SIZES_OF_QWEN = _SIZES_OF_LLAMA | {
+_SIZES_OF_QWEN = SIZES_OF_LLAMA | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -184,7 +184,7 @@ class LlamaConfig(DecoderConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "llama",
         "LlamaForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"rms_norm_eps": 1e-6},
+        defaults=SIZES_OF_LLAMA | {"rms_norm_eps": 1e-6},
         only={"pretraining_tp": 1, "rope_interleaved": False},
     )
 
@@ -200,7 +200,7 @@ class MistralConfig(DecoderConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "mistral",
         "MistralForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+        defaults=SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
     )
 
     attention_bias: ClassVar[bool] = False
@@ -259,7 +259,7 @@ class Olmo2Config(DecoderConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "olmo2",
         "Olmo2ForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
+        defaults=SIZES_OF_LLAMA | {"vocab_size": 50304},
         absent={"pad_token_id": 1},
         writes_derived_heads=False,
     )
@@ -279,7 +279,7 @@ class Olmo3Config(_WindowConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "olmo3",
         "Olmo3ForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
+        defaults=SIZES_OF_LLAMA | {"vocab_size": 50304},
         absent={"pad_token_id": 1},
         window_rotary_key="rope_theta",
         writes_derived_heads=False,

@@ -7,7 +7,7 @@ This module does not import `annotations` from `__future__`: pydantic would eval
 again for every class that inherits it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -233,6 +233,10 @@ class FamilyConfig(Section):
         """Return the number of keys that a query of this block sees, its own included; None: all."""
         return None
 
+    def kind_of_block(self, layer: int) -> Hashable:
+        """Return the facts in which blocks of a model differ: those with equal ones compute alike."""
+        return self.rotates(layer), self.window(layer), self.routing(layer)
+
     def routing(self, layer: int) -> Routing | None:
         """Return the rule by which the router of this block chooses experts; None: its MLP is one for all tokens."""
         return None
@@ -249,6 +253,11 @@ class FamilyConfig(Section):
         if type(self).routing is FamilyConfig.routing:
             return None
         return next(filter(None, map(self.routing, range(self.num_hidden_layers))), None)
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if some blocks multiply a token with a part of their weights alone."""
+        return self.any_routing is not None
 
     @property
     def expert_width(self) -> int:

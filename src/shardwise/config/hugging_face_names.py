@@ -22,6 +22,9 @@ from typing import Any, Literal
 
 from shardwise.base.parsing import read_mapping
 
+WITHOUT_GRADIENT = (".e_score_correction_bias",)
+"""Ends of names of weights that a rule moves in small steps, for which files of any dtype have them in float32."""
+
 
 @dataclass(frozen=True)
 class ConfigFile:

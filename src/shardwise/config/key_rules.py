@@ -275,20 +275,18 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
     model = config.model
     expert = layout.expert
     routing = None if model.is_own else model.any_routing
-    problems = []
-    if not model.is_own and (routing is None or not routing.has_bias):
-        problems += broken_rules(_RULES_WITHOUT_BIAS, config)
+    has_bias = model.is_own or (routing is not None and routing.has_bias)
+    problems = [] if has_bias else broken_rules(_RULES_WITHOUT_BIAS, config)
     if routing is None:
         none = f"parallel.expert ({expert}) must be 1 with model.family {model.family}, which has no experts"
         return problems + ([none] if expert > 1 else []) + broken_rules(_RULES_WITHOUT_EXPERTS, config)
     ranks = layout.replicas // config.parallel.replicate
+    near = listing(nearest_numbers(expert, divisors(math.gcd(ranks, routing.experts))), "or")
     if routing.experts % expert:
-        near = listing(nearest_numbers(expert, divisors(math.gcd(ranks, routing.experts))), "or")
         problems.append(
             f"parallel.expert ({expert}) must divide the experts of a block ({routing.experts}): nearest {near}"
         )
     elif ranks % expert:
-        near = listing(nearest_numbers(expert, divisors(math.gcd(ranks, routing.experts))), "or")
         problems.append(
             f"parallel.expert ({expert}) must divide the data-parallel degree × parallel.context / parallel.replicate "
             f"({layout.data} × {layout.context} / {config.parallel.replicate}): nearest {near}"

@@ -204,8 +204,7 @@ class OptimizerConfig(Section):
     @property
     def chooses_bias_rate(self) -> bool:
         """True if the step of routers' biases is another one than the default."""
-        default: float = type(self).model_fields["router_bias_rate"].default
-        return self.router_bias_rate != default
+        return bool(self.router_bias_rate != type(self).model_fields["router_bias_rate"].default)
 
     def counts_rows_first(self, micro_batches: int, pipeline: int) -> bool:
         """Return whether each step begins with a forward pass that only counts the rows of experts."""

@@ -143,7 +143,7 @@ class Config(Section):
     @property
     def may_have_experts(self) -> bool:
         """False if all blocks of the model are dense, as its configuration says."""
-        return self.shapes is None or self.shapes.any_routing is not None
+        return self.shapes is None or self.shapes.is_sparse
 
     @property
     def is_bit_equal(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
-from shardwise.config.decoders import DecoderConfig
+from shardwise.config.decoders import SIZES_OF_LLAMA, DecoderConfig
 from shardwise.config.families import AttentionBias, Longest, NormedWidth, RotaryBase
 from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 from shardwise.config.routing import ExpertNames, Routing
@@ -52,8 +52,7 @@ class _SparseConfig(DecoderConfig):
 
     @property
     def expert_width(self) -> int:
-        width: int = getattr(self, "moe_intermediate_size", self.intermediate_size)
-        return width
+        return int(getattr(self, "moe_intermediate_size", self.intermediate_size))
 
     @property
     def _experts_key(self) -> str:
@@ -154,15 +153,7 @@ class MixtralConfig(_SparseConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "mixtral",
         "MixtralForCausalLM",
-        defaults={
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rope_theta": 1000000.0,
-        },
+        defaults=SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "rope_theta": 1000000.0},
         spellings={"num_experts": "num_local_experts"},
         only={"router_jitter_noise": 0.0},
         inert=_TRAINING_FIELDS,

@@ -25,14 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
+from shardwise.estimates import feed_forward
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
-from shardwise.estimates.feed_forward import (
-    expert_load_bytes,
-    load_reading_transfers,
-    routed_block_counts,
-    routing_backward_transfers,
-    routing_forward_transfers,
-)
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
 from shardwise.estimates.transfer import Kind, Transfer, gather_transfer, sum_transfer, tensor_transfer
@@ -72,9 +66,13 @@ def step_transfers(
         return None
     if imbalance != 1.0:
         workload = replace(workload, imbalance=imbalance)
-    micro_batch = _forward(workload) + _backward(workload) + _scales(workload) + _objectives(workload)
+    micro_batch = _forward(workload) + _backward(workload) + _scales(workload) + feed_forward.loss_transfers(workload)
     once = [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)]
-    return _transfers(workload, micro_batch, once + (_counted(workload) if _counts_first(workload) else []))
+    if workload.counts_first:
+        samples = _samples(workload)
+        micro_batch += [transfer for transfer in _forward(workload) if transfer != samples]
+        once += feed_forward.count_transfers(workload) + _weights_of_units(workload, evaluation_bytes(workload))
+    return _transfers(workload, micro_batch, once)
 
 
 def evaluation_transfers(
@@ -116,7 +114,7 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
         transfers.append(sum_transfer(workload, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
-    transfers += routing_forward_transfers(workload)
+    transfers += feed_forward.forward_transfers(workload)
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -140,17 +138,17 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
-        transfers += routing_forward_transfers(workload, ", recomputed")
+        transfers += feed_forward.forward_transfers(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers:
         inputs = "inputs of attention and MLP, gathered again"
-        count = 2 * workload.layers - routed_block_counts(workload).total()  # routed rows keep theirs
+        count = workload.layers + feed_forward.mlp_blocks(workload)
         transfers.append(gather_transfer(workload, size, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
-    transfers += routing_backward_transfers(workload)
+    transfers += feed_forward.backward_transfers(workload)
     if workload.model.head_transform:
         of_decoder = workload.a * workload.predicted * workload.model.hidden_size
         transfers.append(tensor_transfer(workload, "all_reduce", of_decoder, "gradient of the decoder's input", head))
@@ -211,53 +209,6 @@ def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer
     return [
         gather_transfer(workload, size, f"inputs of attention and MLP{suffix}", 2 * layers),
         sum_transfer(workload, size, f"outputs of attention and MLP{suffix}", outputs * layers),
-    ]
-
-
-def _objectives(workload: RankWorkload) -> list[Transfer]:
-    """The transfers that the objectives of routers add to a micro-batch (`layers/balance.py`).
-
-    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
-    those of the whole batch must be known before, a forward pass counts them.
-    """
-    layout = workload.layout
-    losses = workload.config.optimizer.router_losses
-    forwards = 2 if workload.recompute == "full" else 1
-    counts_first = _counts_first(workload)
-    transfers = []
-    for routing, count in routed_block_counts(workload).items():
-        loads = expert_load_bytes(routing)
-        samples = workload.config.train.micro_batch if "sequence" in losses else 0
-        batch = loads if "batch" in losses and not counts_first else 0
-        transfers += [
-            Transfer("cp", "all_reduce", layout.context, samples * loads, forwards * count, "loads of samples"),
-            Transfer(
-                layout.replicas_axis, "all_reduce", layout.replicas, batch, forwards * count, "loads of the batch"
-            ),
-        ]
-    if counts_first:
-        samples_sent = _samples(workload)
-        transfers += [transfer for transfer in _forward(workload) if transfer != samples_sent]
-    return transfers
-
-
-def _counts_first(workload: RankWorkload) -> bool:
-    optimizer = workload.config.optimizer
-    return optimizer.counts_rows_first(workload.micro_batches, workload.layout.pipeline)
-
-
-def _counted(workload: RankWorkload) -> list[Transfer]:
-    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
-    layout = workload.layout
-    of_blocks = sum(expert_load_bytes(routing) * count for routing, count in routed_block_counts(workload).items())
-    routing = workload.model.any_routing
-    pooled = (
-        0 if routing is None else expert_load_bytes(routing) * ("pooled" in workload.config.optimizer.router_losses)
-    )
-    return [
-        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
-        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
-        *_weights_of_units(workload, evaluation_bytes(workload)),
     ]
 
 
@@ -370,7 +321,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.spec.orthogonalizes:
         transfers += _matrices(workload)
-    transfers += [*_over_data(workload, buckets), load_reading_transfers(workload)]
+    transfers += [*_over_data(workload, buckets), feed_forward.load_reading_transfers(workload)]
     for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         if workload.is_bit_equal:

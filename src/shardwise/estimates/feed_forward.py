@@ -6,10 +6,11 @@ where the text does not give their dtype. A block has N experts, which E ranks d
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwise.base import units
+from shardwise.config import FamilyConfig, Layout
 from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.transfer import Transfer, gather_transfer, sum_transfer
@@ -91,6 +92,7 @@ class _Traffic:
         arriving: U, those that arrive at a rank's experts, of which it gets at most all of each rank.
         are_apart: true if they are tensors by themselves, as those are that come from other ranks.
         are_grouped: true if one kernel computes the products of all experts, as accelerators are taken to have.
+        choices: bytes of the weights and numbers of experts that travel with a token.
     """
 
     rows: int
@@ -98,6 +100,7 @@ class _Traffic:
     arriving: int
     are_apart: bool
     are_grouped: bool
+    choices: int
 
     @staticmethod
     def of(workload: RankWorkload, routing: Routing) -> _Traffic:
@@ -106,9 +109,14 @@ class _Traffic:
         rows = rows if ranks == 1 else round(workload.imbalance * rows)
         visits = routing.per_token if is_bit_equal else routing.visits(ranks)
         most = rows if is_bit_equal else workload.tokens * ranks
-        arriving = min(round(workload.imbalance * workload.tokens * visits), most)
-        are_grouped = workload.accelerator and not is_bit_equal
-        return _Traffic(rows, round(workload.tokens * visits), arriving, ranks > 1 or is_bit_equal, are_grouped)
+        return _Traffic(
+            rows,
+            sent=round(workload.tokens * visits),
+            arriving=min(round(workload.imbalance * workload.tokens * visits), most),
+            are_apart=ranks > 1 or is_bit_equal,
+            are_grouped=workload.accelerator and not is_bit_equal,
+            choices=2 * _FLOAT32 * (1 if is_bit_equal else routing.per_token),
+        )
 
 
 def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
@@ -137,7 +145,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
     elements = routing.experts // layout.expert * width * hidden
     down, gate_up = (workload.weight_gradient(n * elements) for n in (1, 2))
     sources = layout.expert if workload.is_bit_equal else 1
-    amounts = expert_load_bytes(routing) + len(SUMS) * _FLOAT32
+    amounts = _INT64 * routing.experts + len(SUMS) * _FLOAT32
     return FeedForwardBytes(
         saved=_saved_by_experts(workload, routing, traffic) + own_input + amounts + of_shared,
         activated=shared + (0 if workload.config.regathers else own_input),
@@ -183,15 +191,14 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 # ---- collectives beside those of a block's regions: of E ranks a token travels to D, and U tokens arrive
 
 
-def routed_block_counts(workload: RankWorkload) -> Counter[Routing]:
-    """The number of blocks on this rank for each rule of routers, for estimates."""
+def mlp_blocks(workload: RankWorkload) -> int:
+    """The number of estimated blocks on this rank whose second half is an MLP: these may gather their inputs again."""
+    return workload.layers - _sparse_blocks(workload)
+
+
+def _sparse_blocks(workload: RankWorkload) -> int:
     layers = (layer for stage in workload.stages for layer in stage.layers)
-    return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
-
-
-def expert_load_bytes(routing: Routing) -> int:
-    """The estimated bytes of the row counts of each expert, [N] in int64."""
-    return _INT64 * routing.experts
+    return sum(workload.model.routing(layer) is not None for layer in layers)
 
 
 def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:
@@ -202,7 +209,7 @@ def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) ->
     return Transfer(axis, "all_to_all", layout.expert, size, count, tensor)
 
 
-def routing_forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
+def forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
     """The estimated transfers of the forward pass of experts in all blocks.
 
     Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
@@ -211,53 +218,91 @@ def routing_forward_transfers(workload: RankWorkload, suffix: str = "") -> list[
     chosen experts are gathered, [T·k] in float32 and in int64. The expert that all tokens use is a region of tensor
     parallelism by itself; results are recomputed before it only.
     """
-    transfers = []
-    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    row = workload.a * workload.model.hidden_size
-    for routing, count in routed_block_counts(workload).items():
-        traffic = _Traffic.of(workload, routing)
-        results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
-        chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
-        token = row + _choices(workload, routing)
-        transfers += [
-            _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
-            _over_experts(workload, token * traffic.sent, f"tokens and choices{suffix}", count),
-            _over_experts(workload, results, f"results of tokens{suffix}", count),
-            gather_transfer(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
-            gather_transfer(workload, shared, f"input of the shared expert{suffix}", count),
-            sum_transfer(workload, shared, f"output of the shared expert{suffix}", count),
-        ]
-    return transfers
-
-
-def routing_backward_transfers(workload: RankWorkload) -> list[Transfer]:
-    """The backward pass of `routing_forward_transfers`: tensors go the other way; the numbers of tokens are known."""
-    transfers = []
+    routing, count = workload.model.any_routing, _sparse_blocks(workload)
+    if routing is None:
+        return []
+    traffic = _Traffic.of(workload, routing)
     row = workload.a * workload.model.hidden_size
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    for routing, count in routed_block_counts(workload).items():
-        traffic = _Traffic.of(workload, routing)
-        arrived = (workload.parts_of_sums * row + _choices(workload, routing)) * traffic.arriving
-        weights = _FLOAT32 * workload.tokens * routing.per_token
-        transfers += [
-            _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
-            _over_experts(workload, arrived, "gradients of tokens and choices", count),
-            sum_transfer(workload, weights, "gradients of weights of chosen experts", count),
-            sum_transfer(workload, shared, "gradient of the shared expert's input", count),
-            gather_transfer(workload, shared, "gradient of the shared expert's output", count),
-        ]
-        if workload.config.regathers:
-            transfers.append(gather_transfer(workload, shared, "input of the shared expert, gathered again", count))
-    return transfers
+    results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
+    chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
+    sent = (row + traffic.choices) * traffic.sent
+    return [
+        _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
+        _over_experts(workload, sent, f"tokens and choices{suffix}", count),
+        _over_experts(workload, results, f"results of tokens{suffix}", count),
+        gather_transfer(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
+        gather_transfer(workload, shared, f"input of the shared expert{suffix}", count),
+        sum_transfer(workload, shared, f"output of the shared expert{suffix}", count),
+    ]
 
 
-def _choices(workload: RankWorkload, routing: Routing) -> int:
-    """The bytes of the weights and numbers of experts that travel with a token."""
-    return 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
+def backward_transfers(workload: RankWorkload) -> list[Transfer]:
+    """The backward pass of `forward_transfers`: tensors go the other way; the numbers of tokens are known."""
+    routing, count = workload.model.any_routing, _sparse_blocks(workload)
+    if routing is None:
+        return []
+    traffic = _Traffic.of(workload, routing)
+    row = workload.a * workload.model.hidden_size
+    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
+    arrived = (workload.parts_of_sums * row + traffic.choices) * traffic.arriving
+    weights = _FLOAT32 * workload.tokens * routing.per_token
+    again = shared * workload.config.regathers
+    return [
+        _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
+        _over_experts(workload, arrived, "gradients of tokens and choices", count),
+        sum_transfer(workload, weights, "gradients of weights of chosen experts", count),
+        sum_transfer(workload, shared, "gradient of the shared expert's input", count),
+        gather_transfer(workload, shared, "gradient of the shared expert's output", count),
+        gather_transfer(workload, again, "input of the shared expert, gathered again", count),
+    ]
+
+
+def loss_transfers(workload: RankWorkload) -> list[Transfer]:
+    """The transfers that the objectives of routers add to a micro-batch (`layers/balance.py`).
+
+    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
+    those of the whole batch must be known before, `count_transfers` are theirs.
+    """
+    layout = workload.layout
+    losses = workload.config.optimizer.router_losses
+    times = _sparse_blocks(workload) * (2 if workload.recompute == "full" else 1)
+    samples = workload.config.train.micro_batch * _load_bytes(workload) * ("sequence" in losses)
+    batch = _load_bytes(workload) * ("batch" in losses and not workload.counts_first)
+    return [
+        Transfer("cp", "all_reduce", layout.context, samples, times, "loads of samples"),
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, batch, times, "loads of the batch"),
+    ]
+
+
+def count_transfers(workload: RankWorkload) -> list[Transfer]:
+    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
+    layout = workload.layout
+    of_blocks = _load_bytes(workload) * _sparse_blocks(workload)
+    pooled = _load_bytes(workload) * ("pooled" in workload.config.optimizer.router_losses)
+    return [
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
+        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
+    ]
+
+
+def _load_bytes(workload: RankWorkload) -> int:
+    """The bytes of the row counts of each expert of a block, [N] in int64."""
+    routing = workload.model.any_routing
+    return 0 if routing is None else _INT64 * routing.experts
 
 
 def load_reading_transfers(workload: RankWorkload) -> Transfer:
-    """The estimated transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
-    rules = workload.model.routings.values()
-    numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
-    return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
+    """The transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
+    size = len(workload.model.routings) * (_load_bytes(workload) + _INT64 * len(SUMS))
+    return Transfer("world", "all_reduce", workload.layout.world, size, 1, "loads of experts")
+
+
+def feed_forward_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
+    """The experts of a model as a row of a dry run; none for a dense model."""
+    rule = model.any_routing
+    if rule is None:
+        return []
+    local_experts = "all" if layout.expert == 1 else rule.experts // layout.expert
+    blocks = units.counted(len(model.routings), "block")
+    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {local_experts} on each rank")]

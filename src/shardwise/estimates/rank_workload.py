@@ -14,13 +14,12 @@ Legend:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision, Recompute
 from shardwise.config.layout import Stage
-from shardwise.config.routing import Routing
 from shardwise.models.parameter_counts import LONG, LocalWidths
 from shardwise.pipeline.partition import stage_plan
 
@@ -87,14 +86,10 @@ class RankWorkload:
 
     @cached_property
     def first_alike(self) -> dict[int, int]:
-        """For each block of this rank, the first one that is like it: they differ in rotation, window and router."""
-        model = self.model
-        first: dict[tuple[bool, int | None, Routing | None], int] = {}
-        return {
-            layer: first.setdefault((model.rotates(layer), model.window(layer), model.routing(layer)), layer)
-            for stage in self.stages
-            for layer in stage.layers
-        }
+        """For each block of this rank, the first one of its kind."""
+        first: dict[Hashable, int] = {}
+        layers = (layer for stage in self.stages for layer in stage.layers)
+        return {layer: first.setdefault(self.model.kind_of_block(layer), layer) for layer in layers}
 
     @property
     def is_bit_equal(self) -> bool:
@@ -138,6 +133,11 @@ class RankWorkload:
     def micro_batches(self) -> int:
         """m, the micro-batches of a step on each rank."""
         return self.layout.accumulation(self.config.train)
+
+    @property
+    def counts_first(self) -> bool:
+        """True if a step begins with forward passes that only count."""
+        return self.config.optimizer.counts_rows_first(self.micro_batches, self.layout.pipeline)
 
     @cached_property
     def shard_ranks(self) -> int:

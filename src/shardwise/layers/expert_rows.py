@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -205,8 +205,8 @@ class _WeightedSums(torch.autograd.Function):
                     x[:, part].index_select(0, token),
                     weight[run],
                     joined[part, run],
-                    *projections,
-                    *into,
+                    projections,
+                    into,
                 )
                 dx[:, part].index_add_(0, token, dx_rows)
                 del dx_rows
@@ -214,7 +214,10 @@ class _WeightedSums(torch.autograd.Function):
         return dx, d_weights.view(shape), None, *d_gate_up, *d_down
 
 
-def _parts(gate_up: Tensor, down: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+_Pair: TypeAlias = tuple[Tensor, Tensor]
+
+
+def _parts(gate_up: Tensor, down: Tensor, count: int) -> list[_Pair]:
     """Return gate and up, and down projection of each part of an expert: `[2w, H]` and `[H, w]`."""
     if count == 1:
         return [(gate_up, down)]
@@ -246,19 +249,13 @@ def _expert_outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor,
 
 
 def _expert_gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    joined: Tensor,
-    to_width: Tensor,
-    to_hidden: Tensor,
-    into_width: Tensor,
-    into_hidden: Tensor,
+    dy: Tensor, x: Tensor, weight: Tensor, joined: Tensor, projections: _Pair, into: _Pair
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weights `[n]`; dy: that of `_expert_outputs`.
 
-    Those of the projections are written to `into_width`, `[2, w, H]`, and `into_hidden`, `[H, w]`.
+    Those of the projections are written to `into`, `[2, w, H]` and `[H, w]`.
     """
+    (to_width, to_hidden), (into_width, into_hidden) = projections, into
     gate, up = joined.chunk(2, dim=-1)
     silu = F.silu(gate)
     activated = silu * up

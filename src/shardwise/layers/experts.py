@@ -21,7 +21,7 @@ from shardwise.config.routing import OBJECTIVES, SUMS, ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
-from shardwise.layers.balance import RouterLosses
+from shardwise.layers.balance import UNSCALED, RouterLosses
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.expert_rows import Journey, SumsByToken, rows_of_each, weighted_sums
@@ -83,11 +83,10 @@ class Router(placement.PlacedModule):
         self.weight = maker.parameter(shape, piece)
         self.bias: nn.Parameter | None = None
         if routing.has_bias:
-            shape_of_bias = (routing.experts,)
             name_of_bias = f"{name or ''}.e_score_correction_bias"
-            piece = Piece.replicated(name_of_bias, shape_of_bias, maker.group, Init.constant(0.0), partial=False)
+            piece = Piece.replicated(name_of_bias, shape[:1], maker.group, Init.constant(0.0), partial=False)
             options["dtype"] = torch.float32
-            self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
+            self.bias = ParameterMaker(self, options).parameter(shape[:1], piece)
             self.bias.requires_grad_(False)
         choose_class(self)
 
@@ -171,7 +170,7 @@ class Experts(placement.PlacedModule):
         if balance is not None and balance.names:
             self.losses = RouterLosses(balance, routing, execution().context_group)
             if balance.scaler is None:
-                cast(Any, self.router.weight).has_unscaled_loss = True
+                cast(Any, self.router.weight).unscaled_loss = UNSCALED
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -186,12 +185,10 @@ class Experts(placement.PlacedModule):
             piece = Piece.columns(tensors[2], (hidden_size, width), group, maker.init)
             local = Box((place * hidden_size, 0), (hidden_size, self.width))
             down.append(replace(piece, local=local, experts=ranks))
-        self.loads: Tensor
+        zeros = partial(torch.zeros, device=options.get("device"))
+        self.loads = nn.Buffer(zeros(routing.experts, dtype=torch.int64), persistent=False)
+        self.sums = nn.Buffer(zeros(len(SUMS), dtype=torch.float32), persistent=False)
         self.loads_of_batch: Tensor | None = None
-        self.sums: Tensor
-        for total, length, dtype in (("loads", routing.experts, torch.int64), ("sums", len(SUMS), torch.float32)):
-            zeros = torch.zeros(length, dtype=dtype, device=options.get("device"))
-            self.register_buffer(total, zeros, persistent=False)
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
         choose_class(self)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.step_detail import StepDetail
 from shardwise.config import (
     BertConfig,
     Config,
@@ -121,6 +122,34 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
     )
+
+
+class StepTotals(Protocol):
+    """Numbers that a rank adds up between logged steps, such as losses by source and loads of experts."""
+
+    def take(self) -> Tensor:
+        """Return the totals of all ranks, and begin anew. Collective."""
+
+    def record(self, totals: Sequence[float], position: int) -> StepDetail | None:
+        """Return the record of these totals, at a place in the order of the data."""
+
+
+def step_totals(model: nn.Module, config: Config, mesh: Mesh) -> list[StepTotals]:
+    """Return what the layers of a built model add up between logged steps, the same on all ranks."""
+    if not config.may_have_experts:
+        return []
+    from shardwise.layers.expert_totals import ExpertTotals
+
+    totals = ExpertTotals.of(model, config.model, mesh)
+    return [] if totals is None else [totals]
+
+
+def add_step_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: Mesh) -> None:
+    """Let each step of an optimizer update what no gradient does in a built model."""
+    if config.may_have_experts:
+        from shardwise.layers.experts import balance_experts
+
+        balance_experts(model, optimizer, mesh.replicas, config.optimizer.router_bias_rate)
 
 
 def model_adds_products(config: Config, device: torch.device) -> bool:

@@ -206,7 +206,7 @@ def active_parameter_count(model: ModelConfig) -> int | None:
 
     An embedding counts whole, as in the names of published models.
     """
-    if model.is_own or model.any_routing is None:
+    if model.is_own or not model.is_sparse:
         return parameter_count(model)
     return round(sum(parameter.elements * (parameter.used_share or 1.0) for parameter in local_parameters(model, 1)))
 

@@ -322,11 +322,9 @@ def require_scaled(scale: Tensor | None, buckets: Iterable[Bucket], *, clipped: 
     Raises:
         RuntimeError: the gradients were unscaled, or clipped, before; or a part of the loss was not scaled.
     """
-    if any(hasattr(p, "has_unscaled_loss") for bucket in buckets for p in bucket.parameters):
-        raise RuntimeError(
-            "the scaler scales the loss, but not the objectives of routers: give it to their Balance too, "
-            "Balance(..., scaler=scaler)"
-        )
+    for parameter in (parameter for bucket in buckets for parameter in bucket.parameters):
+        if unscaled := getattr(parameter, "unscaled_loss", None):
+            raise RuntimeError(f"the scaler scales the loss, but not {unscaled}")
     if scale is None:
         raise RuntimeError(
             "scaler.unscale_(optimizer) looked for inf in one rank's gradients before they were reduced: leave it out; "

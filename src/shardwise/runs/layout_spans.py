@@ -28,14 +28,9 @@ class LayoutSpan:
     layout: str
 
 
-def has_degrees(recorded: Mapping[str, object]) -> bool:
-    """Return whether a file of a run has recorded the degrees of its layout."""
-    return all(axis.is_optional or isinstance(recorded.get(axis.degree), int) for axis in AXES)
-
-
 def short_layout(layout: Mapping[str, Any]) -> str:
     """Return the layout that a run has recorded, without degrees of 1; an empty text if it lacks a degree."""
-    if not has_degrees(layout):
+    if not all(axis.is_optional or isinstance(layout.get(axis.degree), int) for axis in AXES):
         return ""
     return layout_text(layout, sequence=bool(layout.get("sequence")), ones=False) or ONE_PROCESS
 

@@ -27,7 +27,7 @@ from shardwise.launch.stop_requests import make_stop_check
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
-from shardwise.models.build import model_adds_products, model_adds_products_in_graphs
+from shardwise.models.build import add_step_hooks, model_adds_products, model_adds_products_in_graphs
 from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
@@ -286,10 +286,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
-    if config.may_have_experts:
-        from shardwise.layers.experts import balance_experts
-
-        balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
+    add_step_hooks(model, optimizer, config, mesh)
     return optimizer
 
 

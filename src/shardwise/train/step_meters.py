@@ -22,16 +22,16 @@ from functools import cached_property
 from itertools import starmap
 from operator import methodcaller
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.models.build import StepTotals, step_totals
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
@@ -209,16 +209,6 @@ class _Stragglers:
         return Straggler(round(rank_plus_1) - 1, claimed_relative, claimed_slowdown)
 
 
-class _StepTotals(Protocol):
-    """Numbers that a rank adds up between logged steps, such as losses by source and loads of experts."""
-
-    def take(self) -> Tensor:
-        """Return the totals of all ranks, and begin anew. Collective."""
-
-    def record(self, totals: Sequence[float], position: int) -> StepDetail | None:
-        """Return the record of these totals, at a place in the order of the data."""
-
-
 class _StepNumbers(NamedTuple):
     """Numbers of a step that the host reads, equal on every rank.
 
@@ -255,12 +245,8 @@ class StepMeters:
             from shardwise.train.source_losses import SourceLosses
 
             self.sources = SourceLosses(batches, mesh)
-        self.totals: list[_StepTotals] = [] if self.sources is None else [self.sources]
-        if training.config.may_have_experts:
-            from shardwise.layers.expert_totals import ExpertTotals
-
-            if experts := ExpertTotals.of(training.model, training.config.model, mesh):
-                self.totals.append(experts)
+        self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
+        self.totals += step_totals(training.model, training.config, mesh)
         self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(

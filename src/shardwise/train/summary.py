@@ -492,7 +492,7 @@ def _parameters_text(model: ModelConfig) -> str:
     if count is None or model.is_own:
         return _UNKNOWN
     shown = f"{units.count(count)} ({count:,})"
-    if model.any_routing is None:
+    if not model.is_sparse:
         return shown
     return f"{shown}, {units.count(parameter_counts.active_parameter_count(model) or 0)} of them active"
 

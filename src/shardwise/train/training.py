@@ -35,6 +35,5 @@ class Training:
 
 def memory_copy_interval(settings: CheckpointConfig) -> int:
     """Steps between copies of a training's state in memory; 0: none. By default those of a job's checkpoints."""
-    if settings.memory_every is None and NODE in os.environ:
-        return settings.every
-    return settings.memory_every or 0
+    default = settings.every if NODE in os.environ else 0
+    return default if settings.memory_every is None else settings.memory_every

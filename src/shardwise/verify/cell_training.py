@@ -29,7 +29,7 @@ from shardwise.train.trainer import Trainer
 from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature_at_cell
-from shardwise.verify.router_choices import Recorded, RouterChoices, train_with_choices
+from shardwise.verify.recorded_choices import Recorded, RecordedChoices, train_with_choices
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 
 _SAMPLES = 256
@@ -76,7 +76,7 @@ def _mesh(device: str, ranks: int, degrees: tuple[tuple[str, int], ...], grains:
     return mesh
 
 
-def make_trainer(config: Config, cell: Cell, choices: RouterChoices | None = None) -> Trainer:
+def make_trainer(config: Config, cell: Cell, choices: RecordedChoices | None = None) -> Trainer:
     """Build the trainer of this rank at a cell's layout, on random text; `choices` follow its routers."""
     model = config.model
     train = config.train
@@ -111,7 +111,7 @@ def _save_checkpoint(trainer: Trainer, root: Path) -> Path:
     return root / step_name(progress.step)
 
 
-def _resumed_trainer(config: Config, cell: Cell, folder: Path, choices: RouterChoices | None = None) -> Trainer:
+def _resumed_trainer(config: Config, cell: Cell, folder: Path, choices: RecordedChoices | None = None) -> Trainer:
     """Build a trainer that continues from a checkpoint. Collective."""
     trainer = make_trainer(config, cell, choices)
     checkpoint = Root.of(str(folder))
@@ -154,7 +154,7 @@ def _train_first_half(trainer: Trainer, target: Path) -> tuple[ReferenceTraining
 
 def train_reference(config: Config, cell: Cell, folder: Path) -> Path:
     """Train in this process without a stop, save the reference, and return the folder of the middle's checkpoint."""
-    choices = RouterChoices()
+    choices = RecordedChoices()
     trainer = make_trainer(config, cell, choices)
     begin, checkpoint = _train_first_half(trainer, folder / "one-process")
     records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
@@ -169,7 +169,7 @@ def continue_in_one_process(config: Config, cell: Cell, folder: Path, source: Pa
     """Let one process continue from the checkpoint `source` of another layout; return its differences."""
     reference = ReferenceTraining.load(folder)
 
-    def train(choices: RouterChoices) -> tuple[list[float], dict[str, str]]:
+    def train(choices: RecordedChoices) -> tuple[list[float], dict[str, str]]:
         return _train_to_last_step(config, cell, source, choices)
 
     tolerance = Tolerance.of(config).gradients
@@ -180,7 +180,7 @@ def continue_in_one_process(config: Config, cell: Cell, folder: Path, source: Pa
 
 
 def _train_to_last_step(
-    config: Config, cell: Cell, folder: Path, choices: RouterChoices
+    config: Config, cell: Cell, folder: Path, choices: RecordedChoices
 ) -> tuple[list[float], dict[str, str]]:
     """Train on from a checkpoint to the last step; return the losses and the texts of the state. Collective."""
     trainer = _resumed_trainer(config, cell, folder, choices)
@@ -200,7 +200,7 @@ def train_cell(config: Config, cell: Cell, folder: Path, source: Path, target: P
     """
     reference = ReferenceTraining.load(folder)
 
-    def train(choices: RouterChoices) -> tuple[ReferenceTraining, Path, list[float], dict[str, str]]:
+    def train(choices: RecordedChoices) -> tuple[ReferenceTraining, Path, list[float], dict[str, str]]:
         trainer = make_trainer(config, cell, choices)
         place = target / "replayed" if choices.replays else target
         begin, checkpoint = _train_first_half(trainer, place)

@@ -27,6 +27,12 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys that a layout may set, with all their values; a degree has none here, as it divides the number of ranks."""
 
+RULE = (
+    "parallel.tensor × parallel.context × parallel.pipeline must divide the number of ranks (--nproc), and "
+    "parallel.expert the data-parallel degree × parallel.context"
+)
+"""Words on the degrees that a layout can have."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -89,6 +95,23 @@ class Cell:
         return asdict(self) | {"data": self.data}
 
 
+def table_rows(cells: Sequence[Cell]) -> list[dict[str, str]]:
+    """Return the settings of each layout as users read them, by the heads of a table."""
+    has_experts = any(cell.expert > 1 for cell in cells)
+    return [
+        {
+            "TP": f"{cell.tensor}{' SP' if cell.sequence else ''}",
+            "CP": str(cell.context),
+            **({"EP": str(cell.expert)} if has_experts else {}),
+            "PP": str(cell.pipeline),
+            "DP": f"{cell.data}{f' Z{cell.zero}' if cell.zero else ''}",
+            "schedule": cell.schedule or "-",
+            "recompute": cell.recompute,
+        }
+        for cell in cells
+    ]
+
+
 def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
     """The layouts to verify by `--layouts`: the values of each key, None for `all`; ConfigError with every problem."""
     chosen: dict[str, list[Any] | None] = {}
@@ -143,7 +166,7 @@ def layouts_to_verify(config: Config, device: str, ranks: int, chosen: Mapping[s
     }
     values |= {key: default for key, default in defaults.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
-    is_dense = config.shapes is None or config.shapes.any_routing is None
+    is_dense = config.shapes is None or not config.shapes.is_sparse
     if is_dense and not chosen.get("parallel.expert"):
         values["parallel.expert"] = [1]
     cells = []

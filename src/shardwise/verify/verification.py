@@ -16,6 +16,7 @@ from shardwise.base.errors import RunError, ShardwiseError
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
 from shardwise.verify import cell_training, layouts, rank_calls
+from shardwise.verify.recorded_choices import choice_rows, replayed_text
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 
 _TIMEOUT = 120.0
@@ -63,6 +64,15 @@ class Verification:
     losses: Sequence[float]
     outcomes: Sequence[CellOutcome]
     choices: int = 0
+
+    def choice_rows(self) -> list[tuple[str, str]]:
+        """Return rows of text on the choices that were compared; none for a dense model."""
+        return choice_rows(self.choices)
+
+    def replayed_text(self) -> str:
+        """Return words on the layouts that were compared with the choices of one process; empty if none was."""
+        *differences, _ = (outcome.differences for outcome in self.outcomes)
+        return replayed_text(sum(values is not None and values.choices.differing > 0 for values in differences))
 
     @property
     def broken(self) -> list[CellOutcome]:

@@ -165,7 +165,7 @@ def pipeline_sentences(plans: Iterable[Plan]) -> list[str]:
 def has_published_error(plan: Plan) -> bool:
     """Return whether the accuracy of a plan is that of published runs, and not that of one device alone."""
     device = plan.cluster.device
-    is_sparse = plan.config.known_shapes.any_routing is not None
+    is_sparse = plan.config.known_shapes.is_sparse
     return device.compared_runs > 0 and not is_sparse and not (device.accuracy and plan.cluster.world == 1)
 
 
@@ -195,7 +195,7 @@ def published_error_ratios(plan: Plan) -> tuple[float, float]:
 def accuracy_text(plan: Plan) -> str:
     """Return the errors of predictions for a plan's device."""
     device = plan.cluster.device
-    if plan.config.known_shapes.any_routing is not None:
+    if plan.config.known_shapes.is_sparse:
         return _SPARSE_ACCURACY
     published = _PUBLISHED_ACCURACY if device.compared_runs else _NOT_COMPARED
     if device.compared_error:

@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format import writing
-from shardwise.checkpoint.format.export_checkpoint import MASTER, ROUTER_BIAS
+from shardwise.checkpoint.format.export_checkpoint import MASTER
 from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, TensorEntry
 from shardwise.checkpoint.format.model_files import (
     config_token_ids,
@@ -38,6 +38,7 @@ from shardwise.checkpoint.storage.chunks import FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import to_hugging_face
+from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
 from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 
@@ -199,8 +200,8 @@ def _require_fitting_states(opened: ImportedModel) -> None:
         states.setdefault(tensor.state, {})[tensor.name] = TensorEntry(tensor.shape, tensor.dtype, ())
     problems: list[str] = []
     for state, entries in states.items():
-        # A bias of a router is moved by its own rule, and only low-precision weights have a master.
-        needed = [name for name in shapes if state != MASTER and not name.endswith(ROUTER_BIAS)]
+        # Only low-precision weights have a master.
+        needed = [name for name in shapes if state != MASTER and not name.endswith(WITHOUT_GRADIENT)]
         problems += tensor_mismatches("SOURCE", shapes, entries, needed=needed, state=state)
     if problems:
         raise ConfigError(problems)

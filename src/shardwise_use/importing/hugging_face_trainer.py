@@ -22,13 +22,13 @@ from torch import Tensor
 
 from shardwise.base import files
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
+from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
 from shardwise.runs.json_records import read_record
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import without_expert_number
+from shardwise_use.sparse_models import place_in_fused, trainer_balance
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -86,15 +86,9 @@ def _progress(
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
     model = read_record(folder / CONFIG)
-    if model.get("output_router_logits"):
-        keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
-        notes.append(
-            "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
-            "batch, and metrics.jsonl has it beside the loss"
-        )
-    if any(weight.name.endswith(ROUTER_BIAS) for weight in opened.weights):
-        keys["optimizer.router_bias_rate"] = 0.0
-        notes.append("the Trainer does not change the routers' correction biases, so optimizer.router_bias_rate is 0")
+    balance, remarks = trainer_balance(model, [weight.name for weight in opened.weights])
+    keys |= balance
+    notes += remarks
     if opened.config.family not in ("gpt", "gpt_neox") and isinstance(pad := model.get("pad_token_id"), int):
         notes.append(
             f"transformers does not train the embedding of pad_token_id ({pad}), and here it is trained: losses differ "
@@ -157,13 +151,13 @@ class _Parameter:
 def _by_name(
     opened: ImportedModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
-    shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
+    shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(WITHOUT_GRADIENT)}
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
     saved = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
-    # Some families have the router of a layer before its experts.
-    for router_first in (True, False):
-        parameters = _parameters(shapes, opened.config.family, router_first=router_first)
+    # Some families have the gate of a layer before the weights that it chooses from.
+    for gate_first in (True, False):
+        parameters = _parameters(shapes, opened.config.family, gate_first=gate_first)
         if len(groups) > 1:
             # By the Trainer's rule: biases and norms, which are the vectors, do not decay.
             parameters.sort(key=lambda parameter: len(parameter.shape) == 1)
@@ -188,7 +182,7 @@ def _by_name(
     return streamed, common.pop() if len(common) == 1 else updates
 
 
-def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_first: bool) -> list[_Parameter]:
+def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, gate_first: bool) -> list[_Parameter]:
     """The parameters of the model in transformers 5, in the order of their definition there."""
     first: dict[str, int] = {}
     places: dict[str, tuple[int, int, int, bool]] = {}
@@ -199,24 +193,24 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_fi
         for end in re.finditer(r"\.", name):
             first.setdefault(name[: end.start()], len(first))
         outer = first[layer[0][:-1] if layer else module]
-        rank = _rank(name.removeprefix(layer[0]), family, router_first=router_first) if layer else 0
+        rank = _rank(name.removeprefix(layer[0]), family, gate_first=gate_first) if layer else 0
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        key, shape, place = _place_in_fused_experts(name, shapes[name])
+        key, shape, place = place_in_fused(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
         parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())
 
 
-def _rank(name: str, family: str, *, router_first: bool) -> int:
+def _rank(name: str, family: str, *, gate_first: bool) -> int:
     """The place of a module in its layer: attention, its norms, MLP, the layer's norms, which GPT-NeoX has first."""
     is_norm = "norm" in name
     if name.startswith(("self_attn.", "attention.")):
         return 1 + is_norm
     if is_norm:
         return 0 if family == "gpt_neox" else 5
-    return 3 if router_first and name.endswith(".gate.weight") else 4
+    return 3 if gate_first and name.endswith(".gate.weight") else 4
 
 
 # ---- rates
@@ -308,22 +302,11 @@ def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list
         decay = int(given["num_decay_steps"])
         stable = given.get("num_stable_steps")
         stop = warmup + (steps - warmup - decay if stable is None else int(stable))
+        # With less room than for warmup and decay, the Trainer starts the decay in its midst.
+        if stop < warmup or (shape == "cosine" and given.get("num_cycles", 0.5) != 0.5):
+            return None
         end = stop + decay
     elif schedule != "linear":
         return None
     first = least if schedule == "warmup_stable_decay" else 0.0
     return imported_points(first, warmup, stop, end, least, shape)
-
-
-def _place_in_fused_experts(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The fused parameter of transformers 5 that has an expert's weight: a name, its shape so far, the weight's place.
-
-    The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
-    """
-    plain, number = without_expert_number(name)
-    if number is None:
-        return name, shape, ()
-    layer_experts, leaf, _ = plain.rsplit(".", 2)
-    is_down = leaf in ("down_proj", "w2")
-    rows = slice(None) if is_down else slice(shape[0], None) if leaf in ("up_proj", "w3") else slice(shape[0])
-    return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)

@@ -55,8 +55,8 @@ _ALIGNMENT = 64
 """Elements: each parameter in a bucket begins at a multiple of them."""
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
-_ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2", "router")
-"""Roles of a layer's tensors in the order of its modules, between the first two and the experts."""
+_ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2")
+"""Roles of a layer's tensors in the order of its modules, between the first two and those of sparse models alone."""
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 

@@ -17,7 +17,7 @@ from shardwise.config import GPTConfig
 from shardwise_use.importing.megatron_arguments import MegatronConfig, choose_vocabulary, read_megatron_arguments
 from shardwise_use.importing.tensor_parallel_shards import TensorParallelShards
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import MEGATRON_NAMES, megatron_module
+from shardwise_use.sparse_models import MEGATRON_MODULES, MEGATRON_NAMES, megatron_module
 
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 # Names of `megatron.legacy`, with its own older ones and NeMo's; of Megatron Core, without and with TransformerEngine.
@@ -37,8 +37,7 @@ _NAMES_IN_LAYER = (
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", "post_norm"),
     (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", "fc1"),
     (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", "fc2"),
-    (r"mlp\.router\.(weight)", "router"),
-    MEGATRON_NAMES,
+    *MEGATRON_NAMES,
 )
 _NAMES_OUTSIDE = (
     (r"embedding\.word_embeddings\.(weight)", "word"),
@@ -60,7 +59,7 @@ _MODULES = {
     "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
     "mlp.w1": ("fc1", "gate"), "mlp.w3": ("fc1", "up"), "mlp.w2": ("fc2", "rows"),
-    "mlp.gate": ("router", "copies"), "block_sparse_moe.gate": ("router", "copies"),
+    **MEGATRON_MODULES,
 }  # fmt: skip
 """Hugging Face's module, without its layer → the role above, and the way in which tensor-parallel ranks hold it."""
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}

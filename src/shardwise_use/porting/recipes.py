@@ -18,6 +18,7 @@ from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_
 from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.suggestions import is_key_or_option
 from shardwise.config.translation import Setting, is_integer_key, translate_settings
+from shardwise_use.porting.implied_settings import implied_settings, with_scheduler_arguments, with_scheduler_first
 from shardwise_use.porting.python_configs import UnknownPythonValue, python_settings
 from shardwise_use.porting.shell_scripts import script_commands
 
@@ -53,6 +54,8 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
         ConfigError: the file cannot be read, or is of none of the programs or of two.
     """
     program, settings = _settings(file)
+    implied = implied_settings(program, settings)
+    settings = with_scheduler_first({**settings, **implied})
     family, told = _family(program, settings)
 
     def has(target: str) -> bool:
@@ -91,7 +94,15 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
     if (size := _tokens_of(keys)) is not None:
         keys["model.vocab_size"] = size
         rows.append(Setting("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
-    rows = [replace(row, keys={key: keys[key] for key in row.keys}, reason=_note(row, keys)) for row in rows]
+    rows = [
+        replace(
+            row,
+            keys={key: keys[key] for key in row.keys},
+            reason=_note(row, keys),
+            is_default=row.is_default or row.name in implied,
+        )
+        for row in rows
+    ]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
@@ -133,12 +144,15 @@ def _is_told(row: Setting, program: str) -> bool:
 
 
 def _sections(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    sections: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
+    sections: dict[str, Any] = {name: {} for name in Config.model_fields}
     for key, value in sorted(keys.items(), key=lambda item: item[0] != "model.family"):
-        section, _, name = key.partition(".")
+        *owners, name = key.split(".")
+        section = sections
+        for owner in owners:
+            section = section.setdefault(owner, {})
         if isinstance(value, float) and value.is_integer() and is_integer_key(key):
             value = int(value)
-        sections[section][name] = value.replace(" ", "") if key == "data.split" else value
+        section[name] = value.replace(" ", "") if key == "data.split" else value
     return {name: section for name, section in sections.items() if section}
 
 
@@ -257,6 +271,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
     """Settings with those that several of them, or files beside theirs, say together."""
+    settings = with_scheduler_arguments(settings)
     module = (
         settings.get("module") or settings.get("model.name") or (place.parent.name if place.suffix == ".py" else "")
     )

@@ -16,7 +16,7 @@ from shardwise.base import units
 from shardwise.base.mesh_axes import layout_text
 from shardwise.base.registered import optional_library
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
-from shardwise.runs.layout_spans import has_degrees
+from shardwise.runs.layout_spans import short_layout
 from shardwise_watch.curve_points import curve_label
 from shardwise_watch.report import chart
 from shardwise_watch.report.numbers import curve_columns
@@ -282,7 +282,7 @@ def _layout(report: Mapping[str, Any]) -> str:
     """Return the degrees of parallelism as text; empty if the run did not record them."""
     layout = report["layout"]
     parallel = report["config"].get("parallel")
-    if not has_degrees(layout):
+    if not short_layout(layout):
         return ""
     words = [layout_text(layout, sequence=bool(layout.get("sequence")))]
     if layout.get("zero"):

@@ -74,10 +74,3 @@ def test_the_named_commands_make_the_model(source: Path, base: Path, tmp_path: P
     others = (("generate", source, "--prompt", "x"), ("evaluate", source), ("chat", source))
     for words in (*others, ("train", "llama3-tiny", f"checkpoint.load={source}", "--dry-run")):
         assert re.findall("`(.+?)`", refused(*words)) == re.findall("`(.+?)`", told), words
-
-
-def test_a_step_of_zero_is_answered_too(base: Path, tmp_path: Path) -> None:
-    torchrun(2, Path(__file__).with_name("maker.py"), "zero2", base, tmp_path / "made")
-    told = refused("checkpoint", "import", tmp_path / "made" / "global_step3", tmp_path / "run")
-    follow(told, tmp_path / "out")
-    assert_same_logits(tmp_path / "out", base, tmp_path / "made", tmp_path)

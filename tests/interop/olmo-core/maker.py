@@ -48,7 +48,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_kv_heads": 2, "head_dim": 24, "qk_norm": True, "use_head_qk_norm": True, "layer_norm_eps": 1e-6,
         "rope_theta": 1_000_000,
     },
-    "peri": {"block_name": TransformerBlockType.peri_norm},
 }  # fmt: skip
 
 

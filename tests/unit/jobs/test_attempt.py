@@ -56,7 +56,7 @@ def watched(
 def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`srun` is a program that does not end with the launchers. No traceback of asyncio's reaches a job's log."""
     monkeypatch.setattr(attempts, "_END_SECONDS", 0.1)
-    monkeypatch.setattr(attempts, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(attempts, "_GRACE_SECONDS", 0.3)
     errors = list[logging.LogRecord]()
     handler = logging.Handler(logging.ERROR)
     monkeypatch.setattr(handler, "emit", errors.append)

@@ -9,7 +9,7 @@ from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.launch import LaunchConfig
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import JobPlan, job_script, ranks_per_node
-from shardwise_jobs.submission import check_memory, check_node_counts, check_run_folder, reserved, rows, write_inputs
+from shardwise_jobs.submission import check_node_counts, check_run_folder, reserved, rows, write_inputs
 
 
 def config(*overrides: str) -> Config:
@@ -92,15 +92,6 @@ def job(tmp_path: Path, *overrides: str, ranks: int) -> tuple[JobPlan, Layout]:
     one = load_config("llama2-7b", overrides)
     planned = JobPlan(one, "llama2-7b", overrides, tmp_path / "run", tmp_path, (1, 1), ranks, one.launch.gres)
     return planned, check_layout(one, ranks)
-
-
-def test_a_model_that_no_rank_can_hold_is_not_submitted(tmp_path: Path) -> None:
-    keys = ("parallel.tensor=1", "train.global_batch=1", "train.micro_batch=1")
-    planned, layout = job(tmp_path, "launch.gres=gpu:h100:1", *keys, ranks=1)
-    with pytest.raises(ConfigError, match=r"on each rank \(\d+.*GiB\) must be at most .* launch\.gres \(\d+.* GiB\)"):
-        check_memory(planned.config, layout, planned.gres)
-    assert "on its device" in dict(rows(planned, layout, ()))["memory"]
-    check_memory(planned.config, layout, "gpu:1")
 
 
 def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

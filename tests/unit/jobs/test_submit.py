@@ -276,16 +276,6 @@ def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that
     assert "word" not in compiling + training
 
 
-def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    monkeypatch.setattr(slurm_commands, "submit", lambda *_: "7")
-    monkeypatch.setattr(submit, "glance_at_inputs", lambda *_: ([], []))
-    for name, path in (("open", "s3://bucket/a.txt"), ("closed", "https://me:word@example.org/a.txt")):
-        cli(*with_path(path), "-y", "--detach", "--run-dir", name)
-    assert Path("open/job.sh").stat().st_mode & 0o077
-    assert Path("closed/job.sh").stat().st_mode & 0o777 == 0o600
-    assert "me:word@" in Path("closed/job.sh").read_text()
-
-
 def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,16 +95,6 @@ def test_two_jobs_of_one_machine_have_ports_of_their_own_where_mpiexec_names_no_
     assert ports[0] != ports[1]
 
 
-def test_the_ranks_of_mvapich2_meet() -> None:
-    ports = set()
-    for rank in "01":
-        names = ("PMI_ID", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK")))
-        variables = {**dict.fromkeys(names, rank), **{f"MV2_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}}
-        external_launchers.adopt_task(variables)
-        ports.add(variables["MASTER_PORT"])
-    assert len(ports) == 1
-
-
 def test_on_several_machines_a_job_without_a_name_is_asked_for_its_port() -> None:
     variables = {name: value for name, value in MPICH.items() if name != "MASTER_PORT"}
     with pytest.raises(ConfigError, match=r"^MASTER_PORT must be set .* and a free port of it"):

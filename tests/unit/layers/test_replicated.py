@@ -108,45 +108,6 @@ def test_layers_that_share_a_parameter_add_its_parts_first(sums: list[int]) -> N
     assert sums == [3] * len(gradients)
 
 
-def test_a_pass_may_use_other_parameters_than_the_last_one(sums: list[int]) -> None:
-    ranks = two_ranks()
-    always, sometimes = (nn.Parameter(torch.randn(3)) for _ in range(2))
-    parameters = ReplicatedParameters()
-    for weights in ((always, sometimes), (always,), (always, sometimes)):
-        y = layers(torch.ones(4, 3), weights, ranks, parameters)
-        sums.clear()
-        gradients = torch.autograd.grad(y.sum(), weights)
-        assert all(gradient.abs().sum() > 0 for gradient in gradients)
-    # The one that the last pass did not use has a sum of its own.
-    assert sorted(sums) == [3, 3]
-
-
-def test_several_micro_batches_may_be_under_way(sums: list[int]) -> None:
-    ranks = two_ranks()
-    weight = nn.Parameter(torch.randn(3))
-    parameters = ReplicatedParameters()
-    outputs = []
-    for number in range(3):
-        outputs.append(layers(torch.full((4, 3), float(number)), (weight,), ranks, parameters).sum())
-    for number, output in enumerate(outputs):
-        (gradient,) = torch.autograd.grad(output, [weight])
-        assert torch.equal(gradient, torch.full((3,), 4.0 * number))
-    assert sums == [3, 3, 3]
-
-
-def test_an_evaluation_in_between_changes_nothing(sums: list[int]) -> None:
-    ranks = two_ranks()
-    weights = [nn.Parameter(torch.randn(3)) for _ in range(2)]
-    parameters = ReplicatedParameters()
-    for is_trained in (True, False, True):
-        sums.clear()
-        with torch.set_grad_enabled(is_trained):
-            y = layers(torch.ones(4, 3), weights, ranks, parameters)
-        if is_trained:
-            torch.autograd.grad(y.sum(), weights)
-    assert sums == [6]
-
-
 class _TwoLayers(nn.Module):
     """Two matrices, of which a function uses one, and a bias that is not trained."""
 

@@ -7,13 +7,11 @@ import torch
 
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
-from shardwise.layers.matmul import let_products_add
 from shardwise.models.build import build_model
 from tests.unit.estimates.families import make_config, section
 
 
-@pytest.mark.parametrize("mode", ["fast", "invariant"])
-@pytest.mark.parametrize("name", ["gpt", "gpt_neox", "gpt_neox, serial, tied"])
+@pytest.mark.parametrize(("name", "mode"), [("gpt", "fast"), ("gpt_neox", "invariant")])
 def test_ffn_dropout_drops_what_comes_out_of_the_activation(name: str, mode: Any) -> None:
     model: Any = build_model(make_config(section(name, ffn_dropout=0.5)), Group(), sequence_parallel=False)
     inputs: list[torch.Tensor] = []
@@ -28,18 +26,3 @@ def test_ffn_dropout_drops_what_comes_out_of_the_activation(name: str, mode: Any
     assert torch.allclose(after[after != 0], 2 * before[after != 0])
     plain, dropped = model.hidden(ids), model.hidden(ids, dropout=DropoutKey(1, 1, torch.arange(2), 0, mode))
     assert not torch.allclose(plain, dropped), "what was dropped reached the last projection"
-
-
-def test_a_hook_keeps_the_input_of_a_gated_mlps_last_product_as_it_was() -> None:
-    model = build_model(make_config(section("llama")), Group(), sequence_parallel=False, dtype=torch.bfloat16)
-    let_products_add(model.parameters())
-    mlp: Any = model.layers[0].mlp
-    x = torch.randn(4, 2, mlp.gate_up.input_size, dtype=torch.bfloat16)
-    mlp(x)
-    assert mlp.down_proj.weight.owns_input
-    inputs: list[torch.Tensor] = []
-    mlp.down_proj.register_forward_hook(lambda _module, args, _y: inputs.extend(args))
-    y = mlp(x)
-    before = inputs[0].detach().clone()
-    y.sum().backward()
-    assert torch.equal(inputs[0], before)

@@ -6,9 +6,8 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
-from shardwise.train.compile.compiled_units import Compilation
 from tests.unit.layers.groups import pretend_group
-from tests.unit.models.own_classes import PLAIN, Write, build, config, unbuildable
+from tests.unit.models.own_classes import Write, build, config, unbuildable
 
 
 @pytest.mark.parametrize(
@@ -114,22 +113,6 @@ def test_what_no_checkpoint_could_hold_is_refused(layers: str, said: str, write:
     assert unbuildable(config(family)).startswith(f"model.family (mine:Model): {said}")
 
 
-def test_a_tied_weight_is_one_parameter(write: Write) -> None:
-    tied = """
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embedding = sw.ParallelEmbedding(vocab_size, 4)
-        self.head = sw.ParallelLMHead(4, vocab_size, tied_weight=self.embedding.weight)
-    """
-    assert [name for name, _ in build(config(write(tied))).named_parameters()] == ["embedding.weight"]
-
-
-def test_a_model_without_blocks_cannot_be_compiled(write: Write) -> None:
-    chosen = config(write(PLAIN), {"compile": {"backend": "aot_eager"}})
-    with pytest.raises(ConfigError, match=r"compile\.enabled \(true\) needs a model with blocks"):
-        build(chosen, compiler=Compilation(chosen.compile, torch.device("cpu"), chosen.model))
-
-
 FP8 = {"precision": {"mode": "float32", "matmul": "fp8"}, "train": {"sequence_length": 16}}
 
 
@@ -147,13 +130,3 @@ def test_layers_outside_of_blocks_keep_their_dtype(write: Write) -> None:
     assert torch.allclose(outside(x), plain[outside], atol=1e-6)
     assert not torch.allclose(inside(x), plain[inside], atol=1e-4)
     assert torch.allclose(inside.eval()(x), plain[inside], atol=1e-6), "an evaluation has no scales of its batch"
-
-
-def test_widths_that_fp8_products_do_not_take_are_refused(write: Write) -> None:
-    family = write("""
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.blocks = nn.ModuleList([sw.ColumnParallelLinear(40, 48, name="up")])
-""")
-    with pytest.raises(ConfigError, match=r"widths .* \(40 and 48\) must be multiples of 16"):
-        build(config(family, FP8))

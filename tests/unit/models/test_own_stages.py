@@ -7,9 +7,7 @@ import pytest
 from examples.own_model import plain
 from shardwise import pipelined
 from shardwise.base.errors import ConfigError
-from shardwise.config import check_layout
 from shardwise.models.blocks import ModelPart
-from shardwise.pipeline.partition import stage_plan
 from tests.dist.own_blocks import MODULES
 from tests.unit.models.own_classes import build, config, problem
 
@@ -23,21 +21,14 @@ class Tied(plain.Decoder):
         self.head.weight = self.embedding.weight
 
 
-class Repeating(plain.Decoder):
-    def __init__(self, **keys: Any) -> None:
-        super().__init__(**keys)
-        self.blocks[3] = self.blocks[0]
-
-
 class Shorter(plain.Decoder):
     def __init__(self, **keys: Any) -> None:
         super().__init__(**keys)
         del self.blocks[3]
 
 
-TiedStages, RepeatingStages, ShorterStages = (pipelined(kind, *MODULES) for kind in (Tied, Repeating, Shorter))
+TiedStages, ShorterStages = (pipelined(kind, *MODULES) for kind in (Tied, Shorter))
 NormlessStages = pipelined(plain.Decoder, "embedding", "blocks", "head")
-BlocklessStages = pipelined(plain.Decoder, "embedding", "norm", "head")
 NamelessStages = pipelined(plain.Decoder, "embeddings", "blocks")
 PlainDecoder = plain.Decoder
 
@@ -58,9 +49,7 @@ def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
     [
         ("TiedStages", "embedding.weight must be in one module .* and is in embedding and head"),
         ("NormlessStages", "norm.weight must be in one module .* and is in none"),
-        ("RepeatingStages", r"blocks.0.attention_norm.weight must .* and is in blocks.0 and blocks.3"),
         ("ShorterStages", r"model.num_hidden_layers \(4\) must be the number of blocks \(3\) in the one torch.nn"),
-        ("BlocklessStages", r"model.num_hidden_layers \(4\) must be the number of blocks \(0\) in the one torch.nn"),
         ("NamelessStages", "shardwise.pipelined must name modules of the class: .*no attribute `embeddings`"),
     ],
 )
@@ -74,11 +63,3 @@ def test_a_class_without_blocks_is_told_what_names_them() -> None:
     family = f"{__name__}:PlainDecoder"
     said = problem(config(family, PIPELINE, **SIZES))
     assert said.startswith(f"parallel.pipeline (2) must be 1 with {family}, which names no blocks: `Trained = shard")
-
-
-def test_stages_follow_the_keys_and_a_wide_vocabulary_counts() -> None:
-    chosen = config("mine:Model", PIPELINE, **SIZES | {"vocab_size": 400})
-    assert [len(stage.layers) for stage in stage_plan(chosen, check_layout(chosen, 2))] == [3, 1]
-    unknown = config("mine:Model", PIPELINE)
-    with pytest.raises(ConfigError, match=r"must be 1 with a model of your own .*: set both, and make the class"):
-        check_layout(unknown, 2)

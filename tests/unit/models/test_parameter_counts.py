@@ -17,6 +17,7 @@ from shardwise.models.parameter_counts import (
     matmul_parameter_count,
     parameter_count,
 )
+from tests.sweeps import few
 from tests.unit.estimates.families import MODELS, family, make_config, meta_model, section
 
 
@@ -78,7 +79,9 @@ def test_published_models(name: str) -> None:
     assert parameter_count(model(published)) == count
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize(
+    "recipe", few(recipe_names(), "bert-tiny", "glm4-moe-tiny", "gpt3-tiny", "llama2-7b", "gpt-neox-20b")
+)
 def test_recipes_count_what_their_models_have(recipe: str) -> None:
     config = load_config(recipe)
     found = [of_or_whole(parameter).numel for parameter in meta_model(config).parameters()]  # without padding
@@ -105,7 +108,7 @@ def as_stored(name: str, tensor: int, sequence: bool) -> list[LocalParameter]:
     return stored
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, True), (4, True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_the_models_in_its_order(name: str, tensor: int, sequence: bool) -> None:
     dist.init_process_group("fake", rank=1, world_size=4)
@@ -131,10 +134,3 @@ def test_the_head_is_multiplied_even_when_tied_and_tables_never() -> None:
     blocks = 48 * 12 * 1600**2
     assert matmul_parameter_count(model(GPT2_XL)) == blocks + 50257 * 1600
     assert matmul_parameter_count(model(GPT2_XL), "token") == blocks
-
-
-def test_berts_heads_are_multiplied_with_what_they_see() -> None:
-    bert = model(BERT_LARGE)
-    assert matmul_parameter_count(bert, "token") == 24 * 12 * 1024**2
-    assert matmul_parameter_count(bert, "prediction") == (30522 + 1024) * 1024
-    assert matmul_parameter_count(bert, "sequence") == (1024 + 2) * 1024

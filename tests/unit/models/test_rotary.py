@@ -10,7 +10,7 @@ import transformers
 from shardwise.config import GPTNeoXConfig, LlamaConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.rope_scaling import LENGTH
-from shardwise.models.rotary import Rotary, RotateJoined, frequencies, rotate
+from shardwise.models.rotary import Rotary, RotateJoined, rotate
 
 LONGEST = 64
 SIZES: dict[str, Any] = {
@@ -55,7 +55,7 @@ def models(name: str) -> tuple[LlamaConfig, Any]:
     return ours, modeling_llama().LlamaRotaryEmbedding(theirs)
 
 
-@pytest.mark.parametrize("length", [8, 32, 33, LONGEST, LONGEST + 1, 3 * LONGEST])
+@pytest.mark.parametrize("length", [8, 33, 3 * LONGEST])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_tables_are_hugging_faces(name: str, length: int) -> None:
     ours, theirs = models(name)
@@ -118,35 +118,6 @@ def test_fault_10_a_part_of_a_head_is_scaled_as_transformers_scales_it() -> None
     assert torch.equal(found.view(3 * LONGEST, -1), wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in SCALINGS if name not in ("none", "default", "yarn at factor 1")])
-def test_every_scaling_changes_the_angles(name: str) -> None:
-    ours, _ = models(name)
-    plain, _ = models("none")
-    found, factor = frequencies(ours, 3 * LONGEST)
-    unscaled, one = frequencies(plain, 3 * LONGEST)
-    assert one == 1.0
-    assert factor != 1.0 or not torch.allclose(found, unscaled), f"{name} changes nothing"
-
-
-def test_options_of_one_type_differ() -> None:
-    """Each variant that the tests compare with Hugging Face's reaches a branch of its own."""
-    for kind in ("yarn", "longrope"):
-        made = {name: frequencies(models(name)[0], 48) for name in SCALINGS if name.startswith(kind)}
-        made.pop("yarn, mscale alone", None)  # which Hugging Face ignores
-        for (a, first), (b, second) in zip(made.items(), list(made.items())[1:], strict=False):
-            assert first[1] != second[1] or not torch.equal(first[0], second[0]), f"{a} and {b} are the same"
-
-
-def test_tables_are_made_once_for_a_length_and_dtype() -> None:
-    rotary = Rotary(models("none")[0])
-    x = torch.zeros(1)
-    assert all(one is other for one, other in zip(rotary.tables(8, x), rotary.tables(8, x), strict=True))
-    assert rotary.tables(9, x)[0].shape[0] == 9
-    assert torch.equal(rotary.tables(8, x)[0], Rotary(models("none")[0]).tables(8, x)[0]), "the start of a longer one"
-    assert rotary.tables(8, x.bfloat16())[0].dtype == torch.bfloat16
-    assert torch.equal(rotary.tables(8, x.bfloat16())[0], rotary.tables(8, x)[0].bfloat16())
-
-
 def test_turning_and_its_gradient_are_hugging_faces() -> None:
     ours, theirs = models("yarn")
     x = torch.randn(6, 2, 3, 16, requires_grad=True)  # [S, B, n, d]
@@ -163,12 +134,11 @@ def test_turning_and_its_gradient_are_hugging_faces() -> None:
     assert torch.equal(x.detach(), before), "x was turned in place"
 
 
-@pytest.mark.parametrize("rotated", [16, 8])
-def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone(rotated: int) -> None:
+def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone() -> None:
     torch.manual_seed(0)
     widths = (3, 2, 2)
     x = torch.randn(6, 2, 7, 16, dtype=torch.bfloat16, requires_grad=True)
-    tables = torch.randn(2, 6, 1, 1, rotated // 2).bfloat16().unbind()
+    tables = torch.randn(2, 6, 1, 1, 4).bfloat16().unbind()
     pull = torch.randn(6, 2, 7, 16).bfloat16().split(widths, dim=2)
     q, k, v = x.split(widths, dim=2)
     wanted = (rotate(q, *tables), rotate(k, *tables), v)
@@ -181,8 +151,8 @@ def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone(rotated: int)
 
 
 def test_queries_and_keys_side_by_side_have_second_derivatives() -> None:
-    x = torch.randn(3, 2, 4, 8, dtype=torch.float64, requires_grad=True)
-    tables = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64).unbind()
+    x = torch.randn(2, 1, 4, 6, dtype=torch.float64, requires_grad=True)
+    tables = torch.randn(2, 2, 1, 1, 2, dtype=torch.float64).unbind()
 
     def rotated(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(part * 1 for part in RotateJoined.apply(x * 1, (2, 1, 1), *tables))

@@ -23,9 +23,9 @@ IDS = torch.randint(16, (9, 2), generator=torch.Generator().manual_seed(0))
 MODULES = ("self_attn.qkv", "mlp", "mlp.gate_up", "mlp.down_proj")
 
 
-def make(dtype: torch.dtype = torch.bfloat16) -> Any:
+def make() -> Any:
     """A model whose products add to gradients in bfloat16, and which owns what lies between them."""
-    model = Llama(cast(Any, make_config(section("llama")).model), Group(), seed=1, dtype=dtype)
+    model = Llama(cast(Any, make_config(section("llama")).model), Group(), seed=1, dtype=torch.bfloat16)
     let_products_add(p for p in model.parameters() if p.dim() == 2)
     return model
 
@@ -41,8 +41,7 @@ def gradients(model: Any, inside: Callable[[], AbstractContextManager[Any]] = nu
     return {name.replace(".base", ""): p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_selective_checkpoint_keeps_products(dtype: torch.dtype) -> None:
+def test_a_selective_checkpoint_keeps_products() -> None:
     kept = set()
 
     def policy(_context: Any, operator: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
@@ -50,8 +49,8 @@ def test_a_selective_checkpoint_keeps_products(dtype: torch.dtype) -> None:
         kept.add(is_product)
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
-    wanted = gradients(make(dtype))
-    model = make(dtype)
+    wanted = gradients(make())
+    model = make()
     context_fn = partial(create_selective_checkpoint_contexts, policy)
     for block in model.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=context_fn)
@@ -60,16 +59,15 @@ def test_a_selective_checkpoint_keeps_products(dtype: torch.dtype) -> None:
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_hooks_of_saved_tensors_keep_stays_as_it_was(dtype: torch.dtype) -> None:
+def test_what_hooks_of_saved_tensors_keep_stays_as_it_was() -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append((tensor.detach(), tensor.detach().clone()))
         return tensor
 
-    wanted = gradients(make(dtype))
-    found = gradients(make(dtype), partial(saved_tensors_hooks, pack, lambda tensor: tensor))
+    wanted = gradients(make())
+    found = gradients(make(), partial(saved_tensors_hooks, pack, lambda tensor: tensor))
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
     assert kept
     assert all(torch.equal(tensor, before) for tensor, before in kept)
@@ -101,37 +99,6 @@ def test_hooks_of_modules_fire(hooks: Callable[[nn.Module, list[str], str], Iter
     assert len(fired) == len(handles)
 
 
-def test_hooks_of_all_modules_and_compiled_modules_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make()
-    modules = [model.layers[0].get_submodule(name) for name in MODULES]
-    fired: list[Any] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: fired.append(module))
-    gradients(model)
-    handle.remove()
-    assert all(module in fired for module in modules)
-    compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda call: lambda *args: (compiled.append(call.__self__), call(*args))[1])
-    for module in modules:
-        module.compile()
-    gradients(model)
-    assert set(compiled) == set(modules)
-
-
-def test_replaced_forwards_are_called() -> None:
-    model = make()
-    modules = [model.layers[0].get_submodule(name) for name in MODULES]
-    called: list[Any] = []
-    for module in modules:
-
-        def forward(x: Tensor, module: Any = module, plain: Any = module.forward) -> Any:
-            called.append(module)
-            return plain(x)
-
-        module.forward = forward
-    gradients(model)
-    assert set(called) == set(modules)
-
-
 class Adapted(nn.Module):
     """Layers, and a product of low rank that is added to what they return (LoRA)."""
 
@@ -156,7 +123,7 @@ class Adapted(nn.Module):
         return tuple(map(torch.add, added.split([part.shape[-1] for part in out], dim=-1), out))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["self_attn.qkv", "mlp"])
 def test_a_wrapped_layer_is_called_and_finds_its_input_as_it_was(name: str) -> None:
     model = make()
     gradients(model)  # what a step before has noted of layers must not outlive them

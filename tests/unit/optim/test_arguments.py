@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import LAMB, ZeroRedundancyOptimizer
+from shardwise import ZeroRedundancyOptimizer
 from shardwise.config.other_names import ARGUMENTS
 from tests.unit.optim.net import make
 
@@ -24,12 +24,9 @@ NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
         ({"zzz": 1}, "does not take zzz; it takes params, optimizer_class, optimizer_dtype, grad_clipping, max_norm,"),
     ],
 )
-@pytest.mark.parametrize("wrapped", [torch.optim.AdamW, LAMB])
-def test_unknown_options_are_refused_by_name(
-    given: dict[str, Any], message: str, wrapped: type[torch.optim.Optimizer]
-) -> None:
+def test_unknown_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:
-        ZeroRedundancyOptimizer(make().parameters(), wrapped, **given)
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW, **given)
     assert message in str(raised.value)
 
 

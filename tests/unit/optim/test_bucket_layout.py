@@ -1,7 +1,5 @@
 """Sizes of buckets by themselves; how they are packed is held by the tests of the optimizer and of the costs."""
 
-import itertools
-
 import pytest
 
 from shardwise.optim.bucket_layout import bucket_bytes
@@ -14,7 +12,7 @@ def seen(gradients: float, ranks: int, size: float, latency: float, bandwidth: f
     return (ranks - 1) * (gradients / size * latency + size / (ranks * bandwidth))
 
 
-@pytest.mark.parametrize(("gradients", "ranks"), list(itertools.product((50 * MIB, 500 * MIB, 4000 * MIB), (2, 8, 64))))
+@pytest.mark.parametrize(("gradients", "ranks"), [(50 * MIB, 2), (500 * MIB, 64), (4000 * MIB, 8)])
 def test_the_size_is_the_one_with_the_least_to_see(gradients: int, ranks: int) -> None:
     size = bucket_bytes(gradients, ranks, accelerator=True)
     bandwidth = 200e9

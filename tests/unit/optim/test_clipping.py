@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.distributed.torch_private import divides_gradients
-from tests.unit.optim.net import PLAIN, Net, Pair, batch, make, set_to_none, sharded, train
+from tests.unit.optim.net import PLAIN, Net, Pair, batch, make, set_to_none, sharded
 
 
-@pytest.mark.parametrize("max_norm", [1e-2, 0.3, 1e3])
+@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
 def test_clips_as_torch_does(max_norm: float) -> None:
     pair = Pair(torch.optim.SGD, {"max_norm": max_norm}, lr=0.1)
     for step in range(5):
@@ -44,34 +43,12 @@ def test_a_fused_kernel_clips_as_it_reads(
     assert not hasattr(of_fused.inner, "grad_scale")
 
 
-def test_only_kernels_of_torch_divide() -> None:
-    """A class of the user's may do its own in step(), and a parameter group may leave the fused kernel out."""
-
-    class Adjusted(torch.optim.AdamW):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            super().step()
-
-    adamw = torch.optim.AdamW
-    for wrapped, fused, divides in ((adamw, True, True), (adamw, False, False), (Adjusted, True, False)):
-        inner = sharded(make(), wrapped, fused=fused).inner
-        assert divides_gradients(inner, inner.param_groups[0]) == divides
-
-
-def test_max_norm_is_positive_or_none() -> None:
-    with pytest.raises(ValueError, match=r"max_norm \(nan\) must be positive"):
-        sharded(make(), torch.optim.SGD).clip_grad_norm_(float("nan"))
-    pair = Pair(torch.optim.SGD, {"max_norm": None}, lr=0.1)
-    for model, optimizer in pair.both:
-        train(model, optimizer)
-    pair.assert_equal()
-
-
 def clip_by_torch(parameters: Iterable[nn.Parameter], *norms: float) -> list[float]:
     found = list(parameters)
     return [float(nn.utils.clip_grad_norm_(found, norm)) for norm in norms]
 
 
-@pytest.mark.parametrize("norms", [[0.01], [3.0, 0.02], [1e3]])
+@pytest.mark.parametrize("norms", [[3.0, 0.02], [1e3]])
 def test_clips_by_hand_as_torch_does_and_not_a_second_time(norms: list[float]) -> None:
     """Gradients included. The optimizer's own max_norm is back in the next step."""
     pair = Pair(torch.optim.SGD, {"max_norm": 1e-3}, lr=0.1)
@@ -92,15 +69,6 @@ def test_clips_by_hand_as_torch_does_and_not_a_second_time(norms: list[float]) -
     assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
-def test_a_norm_that_is_not_finite_is_an_error_where_asked() -> None:
-    model = make()
-    optimizer = sharded(model, torch.optim.SGD)
-    (model(batch(0)) * float("inf")).backward()
-    assert not optimizer.clip_grad_norm_(1.0).isfinite()
-    with pytest.raises(RuntimeError, match=r"the gradient norm \((inf|nan)\) of the whole model must be finite"):
-        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
-
-
 # ---- gradients that change once their reduction has begun
 
 
@@ -108,19 +76,7 @@ def clip(model: Net) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def zero_one(model: Net) -> None:
-    model.second.bias.grad = torch.zeros(6)
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (clip, "changed"),
-        (lambda model: model.zero_grad(False), "changed"),
-        (set_to_none, "replaced"),
-        (zero_one, "replaced"),
-    ],
-)
+@pytest.mark.parametrize(("change", "what"), [(clip, "changed"), (set_to_none, "replaced")])
 def test_gradients_that_change_after_their_reduction_began_are_refused(
     change: Callable[[Net], None], what: str
 ) -> None:

@@ -28,7 +28,7 @@ def squares(values: list[float]) -> Tensor:
 
 
 @given(st.lists(FLOATS, max_size=50), st.randoms(use_true_random=False), st.integers(1, 7))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_neither_order_nor_splits_change_a_sum(values: list[float], generator: Random, size: int) -> None:
     whole = exact_sum(squares(values))
     other = list(values)
@@ -36,27 +36,6 @@ def test_neither_order_nor_splits_change_a_sum(values: list[float], generator: R
     assert joined(exact_sum(part) for part in squares(other).split(size)) == whole
     # Nothing is rounded.
     assert whole * UNIT == sum(Fraction(value) ** 2 for value in values)
-
-
-@given(st.lists(FLOATS, max_size=50), st.integers(1, 5))
-@settings(deadline=None, max_examples=100)
-def test_the_norm_is_the_root_of_the_sum_rounded_once(values: list[float], ranks: int) -> None:
-    terms = squares(values)
-    sums = [exact_sum(terms)] * ranks
-    added = sum(limbs([total], CPU) for total in sums)
-    assert isinstance(added, Tensor)
-    assert norms(added, ranks) == [math.sqrt(math.fsum(terms.tolist()))]
-
-
-def test_many_terms_of_all_sizes_and_none() -> None:
-    exponents = torch.linspace(-38, 38, 1 << 16, dtype=torch.float64)
-    terms = (10.0**exponents).float().double().square()
-    total = exact_sum(terms)
-    assert total == exact_sum(terms.flip(0)) == joined(exact_sum(part) for part in terms.split(1000))
-    assert float(total * UNIT) == math.fsum(terms.tolist())
-    assert exact_sum(torch.zeros(0, dtype=torch.float64)) == exact_sum(torch.zeros(9, dtype=torch.float64)) == 0
-    assert joined([]) == 0
-    assert norms(limbs([0, 0], CPU), 4) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e160])
@@ -71,7 +50,7 @@ def test_what_is_not_finite_makes_the_norm_nan(bad: float) -> None:
 
 
 @given(st.lists(st.integers(0, 2**600), min_size=1, max_size=4), st.integers(1, 2000))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_limbs_of_many_ranks_hold_the_sum(sums: list[int], ranks: int) -> None:
     """Each of `ranks` ranks has an equal part, of which the divisor makes the whole."""
     found = norms(limbs(sums, CPU) * ranks, ranks)
@@ -82,11 +61,11 @@ def test_limbs_of_many_ranks_hold_the_sum(sums: list[int], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("atom", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("atom", [1, 8, 32])
 @given(
     runs=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 99), threads=st.sampled_from([1, 2])
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_the_squares_of_an_atom_do_not_depend_on_its_neighbours(
     atom: int, dtype: torch.dtype, runs: list[int], seed: int, threads: int
 ) -> None:
@@ -105,7 +84,7 @@ def test_the_squares_of_an_atom_do_not_depend_on_its_neighbours(
 
 
 @given(shape=st.lists(st.integers(1, 96), min_size=0, max_size=3), levels=st.integers(0, 5))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_no_layout_cuts_an_atom(shape: list[int], levels: int) -> None:
     grain = 2**levels
     atom = atom_elements(shape, grain)
@@ -117,11 +96,3 @@ def test_no_layout_cuts_an_atom(shape: list[int], levels: int) -> None:
             assert length // degree % atom == 0, f"tensor parallelism of degree {degree} cuts the last dim"
     if len(shape) == 1 and length % grain:
         assert atom == 1, "padding may cut a vector anywhere"
-
-
-@pytest.mark.parametrize(
-    ("shape", "grain", "atom"),
-    [((64, 128), 4, 32), ((64, 48), 4, 4), ((131, 64), 8, 8), ((131,), 8, 1), ((7, 6), 4, 2)],
-)
-def test_atoms_are_as_long_as_may_be(shape: tuple[int, ...], grain: int, atom: int) -> None:
-    assert atom_elements(shape, grain) == atom

@@ -70,20 +70,3 @@ def test_ranks_without_some_gradients_do_as_the_others(passes: list[str], monkey
     assert [call for call in calls if call.startswith("start")] == expected
     finished = [call.removeprefix("finish ") for call in calls if call.startswith("finish")]
     assert finished == ["A", "B", "C"] * 2, "sums over copies of the parts begin when a reduction is waited for"
-
-
-def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    bucket = Recorded("A", calls)
-    # An error ends a pass without its end.
-    monkeypatch.setattr(bucket_collectives, "after_backward", lambda function: None)
-    monkeypatch.setattr(bucket_collectives, "backward_number", lambda: 1)
-    step = made({"A": bucket, "B": Recorded("B", calls)})
-    step.take("A")  # type: ignore[arg-type]
-    step.reset()
-    bucket.is_reducing = False  # as `Bucket.reset` leaves it
-    at_end: list[Callable[[], None]] = []
-    monkeypatch.setattr(bucket_collectives, "after_backward", at_end.append)
-    monkeypatch.setattr(bucket_collectives, "backward_number", lambda: 2)
-    step.take("A")  # type: ignore[arg-type]
-    assert len(at_end) == 1, "the next pass has an end again"

@@ -38,17 +38,6 @@ def test_skips_and_scales_as_with_the_wrapped_class(max_norm: float | None) -> N
     pair.assert_close()
 
 
-def test_a_scaler_that_is_off_changes_nothing() -> None:
-    model = make()
-    optimizer = sharded(model, torch.optim.SGD)
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    off.scale(model(batch(0))).backward()
-    off.step(optimizer)
-    off.update()
-    model(batch(1)).backward()
-    optimizer.step()
-
-
 def test_unscaling_or_clipping_before_the_scalers_step_is_refused() -> None:
     """The first would see one rank's gradients alone, the second would clip scaled ones."""
     looked = r"scaler\.unscale_\(optimizer\) looked for inf in one rank's gradients .*: leave it out"

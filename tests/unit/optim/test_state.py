@@ -90,7 +90,6 @@ STOCHASTIC = {"optimizer_dtype": torch.bfloat16, "rounding": "stochastic", "roun
         (torch.optim.AdamW, torch.bfloat16, STOCHASTIC),
         (torch.optim.AdamW, torch.float32, {"state_dtype": torch.bfloat16}),
         (LAMB, torch.float32, {}),
-        (LAMB, torch.bfloat16, {}),
         (LAMB, torch.bfloat16, STOCHASTIC),
         (Muon, torch.float32, {}),
         (None, torch.float32, {}),

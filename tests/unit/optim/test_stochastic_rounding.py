@@ -3,7 +3,6 @@
 import copy
 import hashlib
 from typing import Any, TypeAlias
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,6 @@ from shardwise import LAMB, ZeroRedundancyOptimizer
 from shardwise.distributed import devices as device
 from shardwise.distributed.placement import named_pieces
 from shardwise.optim import bucket_layout, stochastic_rounding
-from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, sharded, train
 
 SEED = 5
@@ -69,12 +67,6 @@ def test_the_mean_of_many_roundings_is_the_number(keeps_nan: bool) -> None:
         assert float(found.double().mean()) == float(torch.tensor(x)), f"the mean of {x}'s roundings"
 
 
-@pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")])
-def test_what_bfloat16_holds_stays(x: float) -> None:
-    found = rounded(torch.full((3,), x), torch.tensor([0, 1, 2**16 - 1], dtype=torch.int32))
-    assert torch.equal(found.view(torch.int16), torch.full((3,), x).bfloat16().view(torch.int16))
-
-
 def test_nan_stays_and_the_largest_numbers_may_become_infinite() -> None:
     payloads = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F7FFFFF], dtype=torch.int32)
     found = rounded(payloads.view(torch.float32), torch.full((4,), 2**16 - 1, dtype=torch.int32))
@@ -126,9 +118,14 @@ def reference(
                 p.copy_(wide)
 
 
-@pytest.mark.parametrize(("name", "options"), CLASSES, ids=str)
+WAYS = [(1e-5, 2**17, torch.bfloat16), (1000.0, 7, torch.float32)]
+"""Sizes of buckets, what is updated at once, and the gradients' dtype."""
+
+
 @pytest.mark.parametrize(
-    ("bucket_mib", "chunk", "gradient_dtype"), [(1e-5, 2**17, torch.bfloat16), (1000.0, 7, torch.float32)]
+    ("name", "options", "bucket_mib", "chunk", "gradient_dtype"),
+    [(*one, *WAYS[number % 2]) for number, one in enumerate(CLASSES)],
+    ids=str,
 )
 def test_each_class_computes_in_float32_and_rounds_by_the_definition(
     name: str, options: dict[str, Any], bucket_mib: float, chunk: int, gradient_dtype: torch.dtype, monkeypatch: Any
@@ -147,8 +144,9 @@ def test_each_class_computes_in_float32_and_rounds_by_the_definition(
     assert optimizer.state_bytes()["masters"] == 0, "the parameters are their own masters"
 
 
-@pytest.mark.parametrize(("name", "options"), CLASSES[:2], ids=str)
-@pytest.mark.parametrize(("bucket_mib", "chunk"), [(1e-5, 2**17), (1000.0, 7)])
+@pytest.mark.parametrize(
+    ("name", "options", "bucket_mib", "chunk"), [(*CLASSES[0], 1e-5, 2**17), (*CLASSES[1], 1000.0, 7)], ids=str
+)
 def test_state_beside_float32_masters_is_rounded_by_the_definition(
     name: str, options: dict[str, Any], bucket_mib: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,23 +173,13 @@ def test_bfloat16_keeps_a_second_moment_that_small_gradients_raise() -> None:
     for state_dtype in (None, torch.bfloat16):
         weight = nn.Parameter(torch.ones(4096))
         optimizer = ZeroRedundancyOptimizer([weight], torch.optim.AdamW, state_dtype=state_dtype, **PLAIN)
-        for _ in range(300):
+        for _ in range(100):
             weight.sum().backward()
             optimizer.step()
         (state,) = optimizer.inner.state.values()
         means[state_dtype] = float(state["exp_avg_sq"].float().mean())
-    assert means[None] == pytest.approx(1 - 0.999**300, rel=1e-3)
+    assert means[None] == pytest.approx(1 - 0.999**100, rel=1e-3)
     assert means[torch.bfloat16] == pytest.approx(means[None], rel=2e-3)
-
-
-def test_further_tensors_have_bits_of_their_own() -> None:
-    weight = nn.Linear(3, 2, bias=False).bfloat16()
-    optimizer = sharded(weight, torch.optim.SGD, lr=1.0, **STOCHASTIC)
-    bits = stochastic_rounding.RandomBits(named_pieces(optimizer.param_groups, 0), SEED)
-    found = list(bits.of(ElementRun(optimizer.buckets[0], 0, 6), 9, 7))
-    for lane, wanted in zip(found, expected_bits(" (2, 3) 0 of stage 0", 9, 7, 6), strict=True):
-        assert lane.tolist() == wanted.tolist()
-    assert len({tuple(lane.tolist()) for lane in found}) == 7
 
 
 @pytest.mark.parametrize(
@@ -225,27 +213,17 @@ def test_the_compilers_code_has_the_bits_of_the_eager_rounding() -> None:
 
 
 def test_small_updates_are_not_lost() -> None:
-    """Updates of 2^-12 to weights of 1, whose neighbours are 2^-8 and 2^-7 away: the nearest is always 1."""
+    """Updates of 2^-10 to weights of 1, whose neighbours are 2^-8 and 2^-7 away: the nearest is always 1."""
     moved = {}
     for way in ("nearest", "stochastic"):
         weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-        optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=2.0**-12, **(STOCHASTIC | {"rounding": way}))
-        for _ in range(1024):
+        optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=2.0**-10, **(STOCHASTIC | {"rounding": way}))
+        for _ in range(256):
             weight.sum().backward()
             optimizer.step()
         moved[way] = float(weight.detach().float().mean())
     assert moved["nearest"] == 1.0
-    assert moved["stochastic"] == pytest.approx(0.75, abs=0.01), "1,024 steps of 2^-12"
-
-
-def test_another_seed_rounds_otherwise() -> None:
-    weights = []
-    for seed in (0, 0, 1):
-        model = make().bfloat16()
-        train(model, sharded(model, **(STOCHASTIC | {"rounding_seed": seed})), 2)
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
+    assert moved["stochastic"] == pytest.approx(0.75, abs=0.01), "256 steps of 2^-10"
 
 
 @pytest.mark.parametrize(
@@ -263,12 +241,6 @@ def test_what_cannot_be_rounded_is_refused(dtype: torch.dtype, options: dict[str
         sharded(make().to(dtype), torch.optim.SGD, **(PLAIN | options))
 
 
-def test_options_of_elementwise_classes_are_refused_with_others() -> None:
-    for options in ({"state_dtype": torch.bfloat16}, {"offload": True}):
-        with pytest.raises(ValueError, match=r"must be left out with LAMB, which needs whole tensors"):
-            sharded(make(), LAMB, **options)
-
-
 class Harmonic(torch.optim.Optimizer):
     """SGD whose learning rate falls with the steps, which it counts in its parameter group."""
 
@@ -284,12 +256,10 @@ class Harmonic(torch.optim.Optimizer):
                 p.sub_(p.grad * group["lr"] / group["steps"])
 
 
-@pytest.mark.parametrize("way", ["nearest", "stochastic"])
-def test_what_a_class_keeps_in_its_group_counts_steps(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_class_keeps_in_its_group_counts_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_layout, "ROUNDING_CHUNK_ELEMENTS_CPU", 8)
     weights = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
-    options = STOCHASTIC | {"rounding": way, "bucket_mib": 1e-5}
-    optimizer = ZeroRedundancyOptimizer(weights, Harmonic, lr=0.5, **options)
+    optimizer = ZeroRedundancyOptimizer(weights, Harmonic, lr=0.5, bucket_mib=1e-5, **STOCHASTIC)
     assert len(optimizer.buckets) == 2
     for _ in range(3):
         (sum(weight.sum() for weight in weights) * 0.25).backward()
@@ -319,13 +289,3 @@ def test_a_device_without_float64_sums_norms_in_float32(monkeypatch: pytest.Monk
     model = make().bfloat16()
     train(model, sharded(model, LAMB, max_norm=1.0, **(STOCHASTIC | {"grad_clipping": True})), 1)
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_the_widest_dtype_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device.widest_dtype(torch.device("cpu")) == torch.float64
-    device.widest_dtype.cache_clear()
-
-    refuse = mock.Mock(side_effect=TypeError("Cannot convert a MPS Tensor to float64 dtype"))
-    monkeypatch.setattr(torch, "zeros", refuse)
-    assert device.widest_dtype(torch.device("cpu")) == torch.float32
-    device.widest_dtype.cache_clear()

@@ -33,13 +33,6 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(layers: int, stages: int, head
     assert found[:-1] == sorted(found[:-1]), "an earlier stage holds more micro-batches: it has not more blocks"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "expected"), [("gpt3-23b", [7] * 4), ("gpt3-46b", [7] * 8), ("gpt3-175b", [12] * 8)]
-)
-def test_gpt3s_stages_are_equal(recipe: str, expected: list[int]) -> None:
-    assert sizes(load_config(recipe)) == expected
-
-
 def test_a_dear_head_makes_the_last_stage_short() -> None:
     wide = load_config("gpt-tiny", ["train.micro_batch=1", "parallel.pipeline=2", "model.vocab_size=4096"])
     shares = compute_shares(wide, check_layout(wide, 2))

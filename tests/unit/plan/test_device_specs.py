@@ -83,19 +83,6 @@ def test_several_nodes_need_a_network(load: Callable[[str], Device], tmp_path: P
         parse_cluster(device, 2)
 
 
-@pytest.mark.parametrize(("name", "base", "gigabits"), [("p5", "h100", 3200), ("p4d", "a100-40gb", 400)])
-def test_nodes_of_a_cloud_are_devices_with_its_network(name: str, base: str, gigabits: int) -> None:
-    node, device = load_device(name), load_device(base)
-    assert node.require_network().bandwidth * 8 * node.per_node == gigabits * 1e9
-    assert (node.bfloat16, node.memory, node.node) == (device.bfloat16, device.memory, device.node)
-
-
-def test_a_base_may_have_a_base(load: Callable[[str], Device]) -> None:
-    ours = load("base: p5\ndevices_per_node: 4\n")
-    assert (ours.name, ours.per_node) == ("Amazon EC2 P5 (NVIDIA H100 SXM) (ours)", 4)
-    assert ours.network == load_device("p5").network
-
-
 def test_a_base_gives_the_figures_that_a_file_leaves_out(load: Callable[[str], Device]) -> None:
     h100 = load_device("h100")
     price = "price_per_hour: {value: 3 USD, source: our contract}"
@@ -137,7 +124,6 @@ UNKNOWN = r"ours\.yaml: base: unknown device .* devices are "
     ("text", "message"),
     [
         (OWN.replace("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
-        (f"{OWN}watts: -1\n", r"watts \(-1\) must be a number from 0 to 100,000"),
         (OWN.replace("share: 0.8", "share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
         (OWN.replace("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
         (OWN.replace("float32_tflops: 67", ""), "float32_tflops is missing"),
@@ -152,9 +138,7 @@ UNKNOWN = r"ours\.yaml: base: unknown device .* devices are "
             f"{OWN}price_per_hour: -1\n",
             r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'",
         ),
-        (f"{OWN}price_per_hour: 2.5\n", r"price_per_hour \(2\.5\) must name its currency, as in '2\.5 USD'"),
-        (f"{OWN}price_per_hour: 2.5 dollars\n", r"price_per_hour \(2\.5 dollars\) must be a price"),
-        *((f"base: {base}\n", UNKNOWN) for base in ("h10", "ours.yaml", "[h100]")),
+        *((f"base: {base}\n", UNKNOWN) for base in ("h10", "ours.yaml")),
     ],
 )
 def test_impossible_figures_are_refused(text: str, message: str, load: Callable[[str], Device]) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from shardwise.base.parsing import dump_yaml
-from shardwise.config import Config, UserModelConfig, check_layout, load_config
-from shardwise.runs.folder import JsonLines, RunDirectory
-from shardwise_plan.cli.against_run import PARTS
+from shardwise.config import check_layout, load_config
 from shardwise_plan.device_specs import Cluster, load_device
-from shardwise_plan.step_time import StepTime, step_time
+from shardwise_plan.step_time import step_time
 from tests.command_line import CommandLine
 from tests.e2e.command import metrics, shardwise
-from tests.monitor_runs import Mesh, start_event, step_event
 
 SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false")
 
@@ -23,10 +18,8 @@ SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tens
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--calibrate", "llama2-tiny"], "RECIPE must be left out: --calibrate goes without it"),
         (["--calibrate", "-o", "here.txt"], "-o (here.txt) must end in .yaml, by which --device knows a file"),
         (["--calibrate", "-o", "there.yaml"], "-o there.yaml: the file exists already"),
-        (["llama2-tiny", "--device", "cpu", "-o", "x.yaml"], "-o (x.yaml) must go with --calibrate"),
         ([], "RECIPE must be named, or the folder of a run, or --calibrate or --show-device given"),
         (["llama2-tiny"], "--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it"),
     ],
@@ -74,38 +67,6 @@ def test_a_run_of_other_ranks_is_refused(run: Path, cli: CommandLine) -> None:
     assert "key=value must be left out: RUN" in cli.refused("plan", run, "train.steps=3", "--device", "cpu:1")
 
 
-def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> Path:
-    """The folder of a run of one rank, as far as a comparison reads it."""
-    directory = RunDirectory(path).create()
-    directory.write_config(dump_yaml(config.model_dump(mode="json")))
-    with JsonLines(directory.metrics) as file:
-        file.write(start_event(Mesh(1, 1, 1, 1), 0.0, steps, 0))
-        for step in range(1, steps + 1):
-            event = step_event(step, float(step), {"data": 0.0, "checkpoint": 0.0})
-            file.write(event if parts else {key: event[key] for key in event if key != "split_seconds"})
-    return path
-
-
-def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, cli: CommandLine) -> None:
-    tiny = load_config("llama2-tiny")
-    own = tiny.model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
-    bare = recorded(tmp_path / "bare", tiny, steps=5)
-    (bare / "config.yaml").unlink()
-    for run, text in (
-        (bare, f"RUN ({bare}) must hold the configuration of the run, config.yaml"),
-        (recorded(tmp_path / "short", tiny, steps=2), "short) must have recorded more than 2 steps, it has 2"),
-        (recorded(tmp_path / "own", own, steps=5), "model.family (mine:Model) must be one whose shapes are known"),
-    ):
-        assert text in cli.refused("plan", run, "--device", "cpu:1")
-
-
-def test_a_device_is_corrected_by_recorded_parts_only(tmp_path: Path, cli: CommandLine) -> None:
-    run = recorded(tmp_path / "run", load_config("llama2-tiny"), steps=5, parts=False)
-    said = cli.refused("plan", run, "--device", "cpu:1", "--write", tmp_path / "device.yaml")
-    assert "--write needs a run that recorded the parts of its steps (split_seconds), this one did not" in said
-    assert not (tmp_path / "device.yaml").exists()
-
-
 @pytest.mark.slow
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     """For about a minute, by two ranks."""
@@ -117,8 +78,3 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert all(source.startswith(("measured", "assumption", "torch", "the r")) for source in sources)
     shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
     assert "layouts, these were dropped" in shown
-
-
-def test_each_part_of_a_step_is_compared() -> None:
-    compared = [name for names, _ in PARTS.values() for name in names]
-    assert sorted(compared) == sorted(part.name for part in fields(StepTime))

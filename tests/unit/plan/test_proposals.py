@@ -39,11 +39,6 @@ def test_each_proposal_is_the_best_in_its_respect(plans: list[Plan]) -> None:
     assert robust is roomy, "the faster one has no memory left"
 
 
-def test_equal_proposals_are_one(plans: list[Plan]) -> None:
-    (only,) = proposals(plans[:1])
-    assert only.title == "fastest, cheapest and most robust"
-
-
 def test_worse_assumptions_take_longer(plans: list[Plan]) -> None:
     plan = plans[0]
     network, products, failures, longer_steps, everything = (other.seconds for other in sensitivities(plan))

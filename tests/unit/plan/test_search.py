@@ -5,20 +5,17 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from shardwise.base.errors import ConfigError
-from shardwise.config import Layout, UserModelConfig, load_config
+from shardwise.config import load_config
 from shardwise.estimates.memory import RESERVED, expected_memory
 from shardwise.estimates.memory_choice import first_fitting_candidate
-from shardwise_plan.device_seconds import LinkedRanks, all_to_all, device_constants, shipped_constants
 from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.layout_choices import layout_choices, with_compiled_blocks
 from shardwise_plan.search import _Asked, search_layouts
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
-from shardwise_plan.step_time import least_step_times, shardwise_traits, stage_works, step_time
+from shardwise_plan.step_time import least_step_times, step_time
 
 CONFIG = load_config("gpt3-23b", ["train.global_batch=512"])
 FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.sequence")
@@ -29,27 +26,9 @@ def test_memory_is_that_of_the_whole_step() -> None:
     on = parse_cluster("h100:8", 4)
     plans = search_layouts(CONFIG, on, best=1000, fixed=FIXED).plans
     assert {plan.choice.pipeline for plan in plans} > {1, 4}
-    for plan in plans:
+    for plan in plans[::3]:
         whole = expected_memory(plan.config, plan.layout, True)
         assert 0.99 < plan.memory.total / whole.total <= 1, plan.text()
-
-
-def test_what_does_not_fit_is_dropped() -> None:
-    large = parse_cluster("h100:8", 4)
-    everything = search_layouts(CONFIG, large, best=1000, fixed=FIXED)
-    needs = sorted(plan.memory.total for plan in everything.plans)
-    device = replace(large.device, memory=needs[len(needs) // 2] / (1 - RESERVED) + 1)
-    fewer = search_layouts(CONFIG, replace(large, device=device), best=1000, fixed=FIXED)
-    assert len(fewer.plans) == sum(need <= needs[len(needs) // 2] for need in needs)
-    assert all(plan.headroom >= 0 for plan in fewer.plans)
-    assert len(fewer.plans) + sum(fewer.too_large.values()) == fewer.valid == everything.valid
-    assert fewer.too_large["activations do not fit beside parameters, gradients and optimizer state"] > 0
-
-
-def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
-    own = load_config("llama2-tiny").model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
-    with pytest.raises(ConfigError, match=r"model\.family \(mine:Model\) must be one whose shapes are known: a model"):
-        search_layouts(own, parse_cluster("cpu:1", 1))
 
 
 def test_pruning_loses_no_layout() -> None:
@@ -96,10 +75,8 @@ def test_pruning_loses_no_layout() -> None:
 @pytest.mark.parametrize(
     ("length", "nodes", "degrees"),
     [
-        (2048, 3, {1}),
         (6144, 3, {1, 2, 3}),
         (12288, 3, {1, 2, 3, 4, 6}),
-        (12288, 4, {1, 2, 4}),
         # Chunks of 1,025 tokens.
         (2 * 1025 * 5, 5, {1, 5}),
     ],
@@ -114,35 +91,6 @@ def test_context_degrees_are_those_that_divide_with_chunks_of_1024_tokens(
     layouts = [layout for _, layout in layout_choices(config, on.world, on.per_node, fixed)]
     assert {layout.context for layout in layouts} == degrees
     assert all(layout.context * layout.data == on.world for layout in layouts)
-
-
-def test_a_recipe_in_fp8_is_searched_where_devices_multiply_in_fp8() -> None:
-    keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8", "train.sequence_length=4096"]
-    fixed = ("train.micro_batch", "parallel.pipeline", "parallel.sequence", "train.recompute")
-    on = parse_cluster("h100:8", 1)
-    plain, fp8 = (
-        search_layouts(load_config("llama2-7b", [*keys, *more]), on, best=3, fixed=fixed)
-        for more in ([], ["precision.matmul=fp8"])
-    )
-    assert all(plan.config.precision.matmul == "fp8" for plan in fp8.plans)
-    assert fp8.plans[0].time.total < plain.plans[0].time.total
-    with pytest.raises(ConfigError, match=r"precision\.matmul \(fp8\) must be left out on NVIDIA A100"):
-        search_layouts(
-            load_config("llama2-7b", [*keys, "precision.matmul=fp8"]), parse_cluster("a100:8", 1), best=3, fixed=fixed
-        )
-
-
-def test_the_optimizer_of_the_recipe_is_priced() -> None:
-    keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8"]
-    fixed = ("train.micro_batch", "parallel.pipeline", "parallel.tensor", "train.recompute")
-    on = parse_cluster("h100:8", 1)
-    adamw, muon = (
-        search_layouts(load_config("llama2-7b", [*keys, f"optimizer.name={name}"]), on, best=1, fixed=fixed).plans[0]
-        for name in ("adamw", "muon")
-    )
-    assert muon.config.optimizer.name == "muon"
-    assert muon.memory.optimizer < adamw.memory.optimizer, "one moment in place of two"
-    assert muon.time.optimizer > adamw.time.optimizer
 
 
 SPARSE = ["train.global_batch=64", "train.micro_batch=1", "model.num_hidden_layers=8", "model.num_local_experts=8"]
@@ -181,26 +129,3 @@ def test_a_search_divides_experts_and_loses_no_layout() -> None:
         config.with_keys(parallel={"expert": 4}), on, best=1000, fixed=(*fixed, "parallel.expert")
     ).plans
     assert {plan.layout.expert for plan in only} == {4}
-
-
-def test_blocks_of_several_kinds_have_the_mean_of_their_times() -> None:
-    config = load_config("glm4-moe-tiny", ["train.micro_batch=1"])
-    on = parse_cluster("h100:8", 1)
-    traits = shardwise_traits(config, on)
-    times = {
-        dense: stage_works(
-            config.with_keys(model={"first_k_dense_replace": dense}), Layout(8), on, traits, shipped_constants()
-        )[0].block.forward.total
-        for dense in (0, 2, 8)
-    }
-    assert times[2] == pytest.approx((2 * times[8] + 6 * times[0]) / 8)
-
-
-def test_an_all_to_all_uses_both_links() -> None:
-    device = parse_cluster("h100:8", 2).device
-    c = device_constants(device)
-    inside, between = (all_to_all(device, c, LinkedRanks(ranks, 8), 1e12) - c.start for ranks in (8, 16))
-    assert inside == pytest.approx(7 / 8 * 1e12 / (device.node.bandwidth * c.node), rel=1e-3)
-    network = device.require_network()
-    assert between == pytest.approx(8 / 16 * 1e12 / (network.bandwidth * c.network), rel=1e-3)
-    assert all_to_all(device, c, LinkedRanks(1, 1), 1e12) == 0

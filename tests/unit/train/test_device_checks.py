@@ -10,7 +10,6 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, config_from_sections
 from shardwise.distributed import devices
-from shardwise.distributed.devices import is_out_of_memory
 from shardwise.estimates.memory import expected_memory
 from shardwise.train.device_checks import out_of_memory_text, require_device
 from shardwise.train.step_record import Progress
@@ -86,22 +85,6 @@ def test_nothing_invalid_is_advised() -> None:
     assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
 
 
-def test_a_pipeline_is_advised_what_its_own_rank_saves() -> None:
-    def piped(schedule: str) -> Config:
-        parallel = {"pipeline": 2, "schedule": schedule}
-        return config(parallel=parallel, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
-
-    chosen, layout = piped("gpipe"), Layout(4, pipeline=2)
-    now, then = (expected_memory(each, layout, pipeline_rank=1).total for each in (chosen, piped("1f1b")))
-    assert f"parallel.schedule=1f1b ({units.size(now - then)} less)" in remedies(chosen, layout)
-
-
-def test_a_tensor_whose_size_overflows_is_a_lack_of_memory() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**31 - 1, 2**31 - 1)
-    assert is_out_of_memory(caught.value)
-
-
 # ---- accelerators
 
 GIB = 2**30
@@ -134,19 +117,6 @@ def test_the_allocators_view_and_its_remedy(accelerator: torch.device, monkeypat
     assert f"{line}; PYTORCH_ALLOC_CONF with expandable_segments:True lets tensors use what is reserved" in said()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert f"{line}\n" in said()
-
-
-@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_are_expandable_unless_the_user_set_the_allocator(
-    variable: str | None, accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[str] = []
-    monkeypatch.setattr(devices, "set_allocator", given.append)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    if variable is not None:
-        monkeypatch.setenv(variable, "max_split_size_mb:512")
-    devices.use_expandable_segments()
-    assert given == ([] if variable else ["expandable_segments:True"])
 
 
 def said_before_the_start(chosen: Config, layout: Layout, rank: int, device: torch.device) -> str:
@@ -222,21 +192,11 @@ def test_a_precision_that_the_device_lacks_is_refused(
         require_device(config(precision=precision), Layout(2), 0, accelerator)
 
 
-def test_symmetric_memory_is_refused_where_ranks_share_none(
-    accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_symmetric_memory_is_refused_where_ranks_share_none(accelerator: torch.device) -> None:
     chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
     with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
         require_device(chosen, Layout(2, tensor=2, sequence_parallel=True), 0, accelerator)
     assert require_device(chosen, Layout(1), 0, torch.device("cpu")) is None
-    asked = []
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: asked.append(other) is None)
-    assert devices.shares_memory(torch.device("cuda", 5), 4)
-    assert asked == [4, 6, 7], "the other devices of the tensor-parallel group"
-    assert not devices.shares_memory(torch.device("cuda", 5), 16), "the group is larger than a machine"
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: other != 7)
-    assert not devices.shares_memory(torch.device("cuda", 5), 4)
 
 
 def test_what_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

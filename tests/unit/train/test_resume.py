@@ -17,11 +17,8 @@ from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.checkpoint_choice import goes_back, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
-from shardwise.config import Config, check_changes
-from shardwise.data.samples.batch import BlendedBatches
+from shardwise.config import Config
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import MixtureStage
-from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
 from shardwise.train.resume import checkpoints_at_start
@@ -49,20 +46,6 @@ def folder(tmp_path: Path) -> Path:
         write_checkpoint(Root.of(tmp_path / "checkpoints"), step, small_tensors(1), ranks=1)
     (tmp_path / "checkpoints/step-00000200/manifest.json").unlink()
     return tmp_path / "checkpoints"
-
-
-def test_a_new_run_has_an_empty_place(tmp_path: Path) -> None:
-    checkpoints = checkpoints_at_start(config(), RunDirectory(tmp_path / "none"), None)
-    assert (checkpoints.saved, checkpoints.candidates) == ((), ())
-    assert not (tmp_path / "none").exists(), "the folder is made by the first save"
-
-
-def test_a_place_of_its_own_is_tried_at_once(tmp_path: Path) -> None:
-    assert found_by(config(path=str(tmp_path / "far/run")), tmp_path / "none", None) == []
-    assert list((tmp_path / "far/run").iterdir()) == []
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match=r"checkpoint.path: .*/file/run cannot be "):
-        found_by(config(path=str(tmp_path / "file/run")), tmp_path / "none", None)
 
 
 def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> None:
@@ -133,19 +116,6 @@ def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folde
     assert not partial.exists()
 
 
-def test_no_manifest_is_read_to_see_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a large run takes rank 0 many seconds: a restore reads the newest, and older ones where it must."""
-    for step in (300, 400, 500):
-        write_checkpoint(folder, step)
-    read: list[str] = []
-    plain = Manifest.read
-    monkeypatch.setattr(Manifest, "read", lambda where: (read.append(where.name), plain(where))[1])
-    found_by(config(), folder.parent)
-    assert not read
-    found_by(config(resume=300), folder.parent)
-    assert read == ["step-00000500", "step-00000300"]
-
-
 def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
     """Stopped after it went back to 100, it goes on from 300: neither back again, nor past the batches again."""
     asked = make_config(checkpoint={"resume": 100}, train={"skip_batches": 2})
@@ -187,20 +157,6 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     resume.continue_data_from(manifest, replace(make_data(), fingerprint="tiny"), continued)
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
         resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), continued)
-
-
-def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
-    """A stream has a state of its own, which means nothing to a mixture."""
-    manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))
-    sources = {"web": TokenBatches(np.arange(99), 16, seed=1)}
-    batches = BlendedBatches(sources, [MixtureStage(0, 0, {"web": 1.0})])
-    chosen = config()
-    chosen.let_change(check_changes(["data.path", "data.mixture"]))
-    progress = Progress()
-    progress.losses.extend([1.0, 2.0])
-    resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), training(chosen, progress, batches))
-    assert batches.order.stages == (MixtureStage(0, 0, {"web": 1.0}),)
-    assert not progress.losses, "the first losses of other data are no spikes"
 
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
@@ -274,16 +230,3 @@ def test_fault_17_a_copied_run_is_refused_and_a_moved_one_goes_on(tmp_path: Path
         assert found_by(config(**at), moved) == [100]
     run.path.symlink_to(moved.path)  # as a run leaves it whose folder is renamed
     assert found_by(config(path=str(place)), moved)
-
-
-def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(root: Root, target: Root) -> None:
-        raise StoreError(f"{root} cannot be renamed: Read-only file system")
-
-    found = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED).saved
-    monkeypatch.setattr(Root, "rename", refuse)
-    told = (
-        "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only file system"
-    )
-    with pytest.raises(RunError, match=told):
-        resume.set_later_checkpoints_aside(Root.of(folder), found, 100, Mesh(device="cpu"), damaged=False)

@@ -16,7 +16,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Layout, load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.run import _explained, _report_weights, _warn_of_repeats, _with_one_batch, run
+from shardwise.train.run import _explained, _report_weights, _with_one_batch, run
 from shardwise.train.step_record import Progress
 from tests.dist.training import make_config
 
@@ -61,15 +61,6 @@ def test_fault_07_a_run_says_what_it_changes_beside_loaded_weights(tmp_path: Pat
     here.mesh.world.rank = 1
     _report_weights(here, reporter)
     assert told == [("train.steps 1 → 2", changed), ("train.steps 1 → 2",)]
-
-
-@pytest.mark.parametrize("samples", [4000, 4004])
-def test_data_that_are_read_more_than_a_hundred_times_are_told(samples: int) -> None:
-    told: list[str] = []
-    batches: Any = SimpleNamespace(num_samples=40)
-    _warn_of_repeats(batches, samples, SimpleNamespace(warning=told.append))  # type: ignore[arg-type]
-    assert len(told) == (samples > 4000)
-    assert not told or told[0].startswith("the data (40 samples) are read 100.1 times by the last step, and a text ")
 
 
 def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

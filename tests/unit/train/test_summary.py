@@ -18,10 +18,7 @@ from shardwise.config import (
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory_by_rank, memory_of_machine
 from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
-from shardwise.models.parameter_counts import local_parameter_count, parameter_count
-from shardwise.pipeline.partition import compute_shares, stage_plan
-from shardwise.pipeline.schedule_picture import schedule_picture
-from shardwise.pipeline.timeline import simulate
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.summary import dry_run
 
 SIZES: dict[str, Any] = {
@@ -47,7 +44,7 @@ def rows(config: Config, layout: Layout = Layout(1), accelerator: bool = False) 
     return {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", "gpt_neox", "bert"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_every_family_is_told(family: str) -> None:
     chosen, layout = config(family), Layout(2, tensor=2)
     parameters = parameter_count(chosen.model) or 0
@@ -66,14 +63,11 @@ def test_every_family_is_told(family: str) -> None:
     assert "recompute" not in found
 
 
-@pytest.mark.parametrize(
-    ("recompute", "what"), [("selective", "norms and activations, and the attention core"), ("full", "each block")]
-)
-def test_recompute_tells_its_price(recompute: str, what: str) -> None:
-    chosen = config(recompute=recompute)
+def test_recompute_tells_its_price() -> None:
+    chosen = config(recompute="full")
     again = recomputed_flops_per_token(chosen.model, 64, chosen.recompute, fused_attention=False) or 0.0
     flops = flops_per_token(chosen.model, 64) or 0.0
-    assert rows(chosen)["recompute"] == f"{what}: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
+    assert rows(chosen)["recompute"] == f"each block: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
@@ -90,8 +84,6 @@ def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> Non
     [
         (100, {}, 1, "checkpoint.keep=3"),
         (100, {"every": 5}, 4, "checkpoint.keep=3"),  # the fourth is complete before the first goes
-        (101, {"every": 50, "keep": None}, 3, "checkpoint.keep=null"),
-        (100, {"every": 10, "keep": 2, "keep_every": 40}, 2 + 2 + 1, "checkpoint.keep=2"),
         (100, {"every_minutes": 5.0, "keep": 2, "keep_every": 50}, 5, "checkpoint.keep=2"),
     ],
 )
@@ -105,18 +97,6 @@ def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "shown"),
-    [
-        ({"every": 1000}, "every 1,000 steps, every 30 minutes and after the last step"),
-        ({"every_minutes": None, "memory_every": 5}, "after the last step; copies in memory every 5 steps"),
-    ],
-)
-def test_when_checkpoints_are_saved(settings: dict[str, Any], shown: str) -> None:
-    chosen = config().model_copy(update={"checkpoint": CheckpointConfig(**settings)})
-    assert rows(chosen)["checkpoints"] == shown
-
-
 # ---- a pipeline
 
 
@@ -124,48 +104,6 @@ def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
     chosen = config(**{"global_batch": 8, "micro_batch": 1, **train})
     parallel = {"pipeline": pipeline, "schedule": schedule, "tensor": 2}
     return chosen.with_keys(model={"num_hidden_layers": 8}, parallel=parallel)
-
-
-ZBV = (
-    "2.0% by its order of work, where stages are equal and a forward pass takes as long as each half of a backward pass"
-)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "bubble"), [("interleaved", "5.9% where stages are equal, (p-1) / (v·m+p-1)"), ("zbv", ZBV)]
-)
-def test_the_schedule_is_told_with_its_bubble(schedule: str, bubble: str) -> None:
-    chosen = piped(schedule=schedule)
-    told = f"{schedule}, 4 stages, 8 micro-batches: bubble {bubble}"
-    assert rows(chosen, check_layout(chosen, 4))["pipeline"] == told
-
-
-def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture() -> None:
-    chosen = piped(schedule="interleaved", pipeline=4, global_batch=2)
-    layout = check_layout(chosen, 8)
-    shown = f"{simulate(chosen.parallel, 2).bubble:.1%}"
-    assert shown == "55.6%"
-    assert f"2 micro-batches: bubble {shown} by its order of work" in rows(chosen, layout)["pipeline"]
-    assert f"bubble {shown}" in schedule_picture(chosen.parallel, 2, chosen.recompute, 80)[-1].plain
-
-
-def test_the_stages_are_told_with_what_they_have_and_need() -> None:
-    chosen = piped(schedule="1f1b")
-    layout = check_layout(chosen, 4)
-    found, memory, shares = (rows(chosen, layout), memory_by_rank(chosen, layout), compute_shares(chosen, layout))
-    assert memory is not None
-    for stage, blocks in ((0, "blocks 0-3, embedding"), (1, "blocks 4-7, head")):
-        plan = [stage_plan(chosen, layout)[stage]]
-        count = local_parameter_count(chosen.model, 2, stages=plan) or 0
-        assert found[f"  pp {stage}"] == (
-            f"ranks {2 * stage}-{2 * stage + 1}, stage {stage} ({blocks}): {units.count(count)} parameters, "
-            f"{shares[stage]:.1%} of the compute, "
-            f"{units.size(memory[stage].activations)} of activations, {units.size(memory[stage].total)} in all"
-        )
-    chosen = piped(schedule="zbv")
-    found = rows(chosen, check_layout(chosen, 4))
-    assert found["  pp 0"].startswith("ranks 0-1, stages 0 and 3 (blocks 0-1 and 6-7, embedding, head): ")
-    assert found["  pp 1"].startswith("ranks 2-3, stages 1 and 2 (blocks 2-3 and 4-5): ")
 
 
 def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:

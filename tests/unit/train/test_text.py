@@ -1,6 +1,5 @@
 """Text as it comes: no character is broken, and the pieces are the whole."""
 
-import numpy as np
 import pytest
 
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -47,16 +46,3 @@ def test_spaces_of_a_sentencepiece_tokenizer_stay() -> None:
     tokenizer = Tokenizer(backend, "</s>")
     detokenizer = _Detokenizer(tokenizer, [2])
     assert [detokenizer.push(token) for token in (3, 4, 2)] == [" ring", "s", " the"]
-
-
-def test_a_prompt_has_what_the_tokenizer_puts_before_a_text() -> None:
-    from tokenizers import processors
-
-    tokenizer = train_tokenizer(["the ring"], 257, "test")
-    plain = tokenizer.encode("the").tolist()
-    assert tokenizer.encode_prompt("the") == plain
-    tokenizer._backend.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.end_of_document_id)]
-    )
-    assert tokenizer.encode_prompt("the") == [tokenizer.end_of_document_id, *plain]
-    assert isinstance(tokenizer.encode("the"), np.ndarray)

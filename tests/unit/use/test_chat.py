@@ -1,7 +1,6 @@
 """The person's side of a conversation, with a model that a thread plays. Real ones: tests/e2e/test_chat.py."""
 
 import argparse
-import contextlib
 import io
 import os
 import pty
@@ -57,32 +56,6 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
     shown = capsys.readouterr()
     assert shown.out == "a long\nshort\n"
     assert shown.err == "an answer has at most 8 tokens, half of what the model reads\n"
-
-
-def test_an_unknown_command_is_told_with_those_that_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    requests: list[Any] = []
-
-    def model(channel: Connection) -> None:
-        channel.send({"ready": True, "has_template": True, "max_tokens": 16})
-        with contextlib.suppress(EOFError):
-            requests.append(channel.recv())
-
-    talk(model, "/foo bar\n/help\n", monkeypatch)
-    unknown, helped = capsys.readouterr().err.splitlines()
-    assert unknown == f"there is no command /foo: {helped}"
-    assert helped.startswith("/reset begins anew, /temperature T changes the temperature, /quit leaves")
-    assert not requests, "the model read a command"
-
-
-def test_a_model_that_goes_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model(channel: Connection) -> None:
-        channel.send({"ready": True, "has_template": True, "max_tokens": 16})
-        channel.recv()
-        channel.close()
-
-    talk(model, "one\ntwo\n", monkeypatch)
 
 
 EARLY_END = """\

@@ -61,9 +61,7 @@ def test_pieces_have_scores() -> None:
     ("change", "reason"),
     [
         ({"normalizer": {"type": "Lowercase"}}, r"it rewrites text \(Lowercase\) before it splits it"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, r"no rule of llama.cpp splits text as its pre_tokeni.* \(Whi"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "no rule of llama.cpp splits text"),
-        ({"pre_tokenizer": None}, "no rule of llama.cpp splits text"),
         ({"model": {"type": "Unigram"}}, "it is of type Unigram, and only BPE is written"),
         ({"model": {"type": "BPE", "end_of_word_suffix": "</w>"}}, "its tokens have marks within words or"),
     ],
@@ -90,11 +88,3 @@ def test_pieces_that_would_be_joined_otherwise_are_refused(described: dict[str, 
         return
     with pytest.raises(ConfigError, match=reason):
         gguf_vocabulary(described, 270)
-
-
-def test_tokens_that_take_spaces_are_refused(own: dict[str, Any]) -> None:
-    (end,) = own["added_tokens"]
-    with pytest.raises(ConfigError, match=r"its token '<\|endoftext\|>' takes the spaces beside it"):
-        gguf_vocabulary(own | {"added_tokens": [end | {"lstrip": True}]}, 270)
-    with pytest.raises(ConfigError, match=r"\(300\) is beyond the model's vocabulary \(270\)"):
-        gguf_vocabulary(own | {"added_tokens": [end | {"id": 300}]}, 270)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base import registered
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config.model import FAMILIES
@@ -14,7 +13,6 @@ from shardwise_use import gguf_file, other_readers
 from shardwise_use.importing.hugging_face import open_hugging_face
 from tests.e2e.command import within
 from tests.hugging_face import save
-from tests.stored import write_checkpoint
 from tests.unit.use.importing.checks import write
 
 SIZES: dict[str, Any] = {
@@ -38,25 +36,6 @@ def test_every_family_was_tried_with_five_programs() -> None:
         ), family
 
 
-def test_a_model_is_described_by_the_lines_of_its_values() -> None:
-    assert other_readers.model_lines(model("llama")) == {}
-    scaled: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    lines = other_readers.model_lines(
-        model("llama", rope_scaling=scaled | {"original_max_position_embeddings": 16}, head_dim=64)
-    )
-    assert set(lines) == {"rope_scaling=llama3", "head_dim"}
-    assert set(other_readers.model_lines(model("mistral", sliding_window=8))) == {"sliding_window"}
-    assert other_readers.model_lines(model("mistral", sliding_window=64)) == {}, "as long as the longest text"
-    assert set(other_readers.model_lines(model("gpt", activation_function="relu"))) == {
-        "activation_function=relu",
-        "intermediate_size",
-    }
-    sparse = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    assert set(other_readers.model_lines(model("qwen3_moe", **sparse))) == {"norm_topk_prob"}, (
-        "published models have the other"
-    )
-
-
 def test_what_a_program_computes_wrongly_is_refused() -> None:
     assert other_readers.require_readable(model("mistral"), "mlx-lm") == ()
     with pytest.raises(ConfigError) as caught:
@@ -72,13 +51,6 @@ def test_what_a_program_computes_wrongly_is_refused() -> None:
         other_readers.require_readable(model("llama"), "mlx")
 
 
-def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"readers": {"x": {"title": "X", "version": "1"}}, "lines": {"llama": {"defaults": {"x": {"by": 0.0}}}}}
-    monkeypatch.setattr(other_readers, "reader_record", lambda: record)
-    (note,) = other_readers.require_readable(model("llama", rope_theta=5.0), "x")
-    assert note == "X 1 was not tried with family llama and model.rope_theta (5.0)"
-
-
 def test_the_command_refuses_before_it_writes(tmp_path: Path) -> None:
     save("mistral", tmp_path / "saved")
     write(open_hugging_face(Root.of(tmp_path / "saved")), tmp_path / "ours")
@@ -91,17 +63,6 @@ def test_the_command_refuses_before_it_writes(tmp_path: Path) -> None:
         failed = within("checkpoint", "export", tmp_path / "ours/step-00000000", *options, at=tmp_path)
         assert (failed.code, said in failed.err) == (2, True), failed.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "saved"]
-
-
-def test_without_the_package_the_command_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
-        raise ImportError(f"No module named '{name}'")
-
-    monkeypatch.setattr(registered, "import_module", absent)
-    with pytest.raises(
-        ConfigError, match=r"--gguf needs gguf \(No module named 'gguf'\): pip install 'shardwise\[gguf\]'"
-    ):
-        gguf_file.GGUFExport(write_checkpoint(tmp_path / "checkpoints"))
 
 
 def test_rows_in_the_order_of_llama_cpp() -> None:

@@ -5,14 +5,18 @@ The files in `others` are written in the form of the programs' own examples; `ti
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from shardwise.config import config_from_sections
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.other_names import PROGRAMS
+from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.porting.recipes import recipe_of
 from tests.command_line import CommandLine
 
@@ -52,6 +56,8 @@ BESIDE = {
     "run_clm.sh": ["model.config=MODEL"],
     "training_args.json": ["model.config=MODEL", "train.sequence_length=64"],
     "deepspeed.json": ["model.config=MODEL", "train.sequence_length=64"],
+    "axolotl.yaml": ["model.config=MODEL"],
+    "litgpt.yaml": ["model.config=MODEL"],
 }
 """Keys that are given beside files which do not have them."""
 
@@ -133,28 +139,13 @@ def test_several_flags_of_megatron_say_the_family(flags: str, tmp_path: Path) ->
     assert made.sections["train"]["global_batch"] == "1 per 1 rank"
 
 
-def test_a_model_that_no_family_is_like_is_told(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"{GPT} --swiglu --ffn-hidden-size 176\n", encoding="utf-8")
-    made = recipe_of(str(tmp_path / "run.sh"))
-    assert any(problem.startswith("model.family is missing") for problem in made.problems)
-    assert {row.name: row.reason for row in made.rows}["swiglu"] == "no family is like that"
-
-
 BAD: dict[str, tuple[str, str]] = {
     "none.txt": ("hello --world 3\n", "must have arguments or a config of Megatron-LM, torchtitan, OLMo-core, "),
-    "empty.sh": ("", "must have arguments or a config of Megatron-LM, "),
     "two.sh": (f"{MEGATRON} --per_device_train_batch_size 2 --learning_rate 1\n", SEVERAL),
-    "two_commands.sh": (
-        f"{MEGATRON}\nrun.py --per_device_train_batch_size 2 --learning_rate 1 --num_train_epochs 3\n",
-        SEVERAL,
-    ),
     "odd.sh": (f"{MEGATRON} --lr [1,\n", "the value '[1,' is not valid YAML: "),
     "bad.json": ('{"a":', "cannot be read: Expecting value: line 1 column 6"),
-    "deep.json": ("[" * 2000, "cannot be read: "),
-    "bad.toml": ("a = [", "cannot be read: "),
     "bad.yaml": ("a: [", "is not valid YAML: "),
     "bad.py": ("def f(:", "is no Python program: invalid syntax"),
-    "deep.py": (f"a = {'(' * 500}1{')' * 500}\n", "is no Python program: "),
     "long.py": (f"a = 1{' + 1' * 20000}\nn_layer = a\n", "maximum recursion depth exceeded"),
     "itself.py": ("a = b\nb = a\nn_layer = a\nn_head = 2\nblock_size = 3\n", "model.num_hidden_layers is missing"),
 }
@@ -165,20 +156,6 @@ def test_a_file_that_is_none_is_refused_in_a_sentence(name: str, tmp_path: Path,
     text, problem = BAD[name]
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert problem in cli.refused("recipes", "--from", tmp_path / name)
-
-
-def test_other_bad_input(others: Path, cli: CommandLine) -> None:
-    (others / "binary").write_bytes(b"\xff\xfe\x00")
-    for arguments, problem in {
-        f"--from {others / 'binary'}": "must be a text in UTF-8",
-        f"--from {others}": "cannot be read: ",
-        f"--from {others / 'nowhere.sh'}": "cannot be read: No such file",
-        f"--from {others / 'titan_configs.py'}": "must name one config of those in it, as in ",
-        f"--from {others / 'titan_configs.py'}:other": "small or small_on_eight",
-        f"--from {others / 'megatron.sh'} llama2-tiny": "goes with --write and key=value alone",
-        "llama2-tiny train.steps=3": "train.steps=3 must go with --from FILE",
-    }.items():
-        assert problem in cli.refused("recipes", *arguments.split()), arguments
 
 
 def test_nothing_in_a_file_is_executed(tmp_path: Path, cli: CommandLine) -> None:
@@ -217,6 +194,114 @@ def test_a_schedule_of_deepspeed(tmp_path: Path) -> None:
     assert made.sections["optimizer"]["min_lr"] == pytest.approx(3e-5)
     reasons = {row.name: row.reason for row in made.rows}
     assert reasons["scheduler.params.warmup_type"].startswith("warmups are linear here")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ({"type": "WarmupLR"}, {"lr": 3e-4, "warmup_steps": 1000, "schedule": "constant"}),
+        # Its peak is a default of its own, whatever the optimizer's rate is.
+        ({"type": "WarmupDecayLR"}, {"lr": 1e-3, "warmup_steps": 1000, "schedule": "linear"}),
+        ({"type": "WarmupDecayLR", "params": {"warmup_max_lr": 5e-4}}, {"lr": 5e-4}),
+        ({"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto"}}, {"lr": 3e-4}),
+        ({"type": "WarmupCosineLR"}, {"lr": 3e-4, "min_lr": 3e-8, "warmup_steps": 1000}),
+    ],
+)
+def test_what_a_schedule_of_deepspeed_leaves_out(
+    schedule: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rates of DeepSpeed 0.19.8; its AdamW decays nothing by default."""
+    schedule = {**schedule, "params": {"total_num_steps": 9000, **schedule.get("params", {})}}
+    content = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "scheduler": schedule}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    made = recipe_of(str(tmp_path / "ds.json"))
+    assert {key: made.sections["optimizer"][key] for key in wanted} == wanted
+    assert made.sections["optimizer"]["weight_decay"] == 0.0
+    (row,) = (row for row in made.rows if row.name == "optimizer.params.weight_decay")
+    assert row.is_default
+
+
+def test_muon_of_deepspeed_has_its_own_factor_and_rates(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8: √max(1, out / in), and betas (0.9, 0.95) of Adam beside it; a schedule sets both rates."""
+    rule = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4, "weight_decay": 0.1}}
+    content: dict[str, Any] = {"train_batch_size": 32, "optimizer": rule}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    optimizer = recipe_of(str(tmp_path / "ds.json")).sections["optimizer"]
+    assert (optimizer["name"], optimizer["lr"], optimizer["betas"]) == ("muon", 0.02, [0.9, 0.95])
+    assert optimizer["muon"] == {"adjust_lr_fn": "original", "adamw_lr": 3e-4}
+    content["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    optimizer = recipe_of(str(tmp_path / "ds.json")).sections["optimizer"]
+    assert (optimizer["lr"], optimizer["muon"]["adamw_lr"]) == (0.01, 0.01)
+
+
+def test_what_megatrons_muon_and_decay_leave_out(tmp_path: Path) -> None:
+    """Megatron Core 0.20: momentum 0.9 without Nesterov's, √max(out, in) times a factor; WSD by 2 · 0.5^p - 1."""
+    made = {}
+    for name, flags in {
+        "spectral": "--optimizer muon",
+        "fifth": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
+        "shape": "--optimizer dist_muon --muon-scale-mode shape_scaling",
+        "wsd": "--lr-decay-style WSD --lr-wsd-decay-iters 4",
+        "sqrt": "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style minus_sqrt",
+    }.items():
+        (tmp_path / f"{name}.sh").write_text(f"{GPT} {flags}\n", encoding="utf-8")
+        made[name] = recipe_of(str(tmp_path / f"{name}.sh"))
+        assert made[name].problems == []
+    rules = {name: each.sections["optimizer"].get("muon") for name, each in made.items()}
+    assert rules["spectral"] == {"momentum": 0.9, "nesterov": False}
+    assert rules["fifth"] == {"momentum": 0.9, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+    assert rules["shape"] == {"momentum": 0.9, "nesterov": False, "adjust_lr_fn": "original"}
+    reasons = {name: {row.name: row.reason for row in each.rows} for name, each in made.items()}
+    assert reasons["spectral"]["muon_extra_scale_factor"].startswith(
+        "0.2 is optimizer.muon.adjust_lr_fn=match_rms_adamw"
+    )
+    assert reasons["wsd"]["lr_wsd_decay_style"] == "optimizer.decay_shape has linear, cosine and sqrt"
+    assert made["sqrt"].sections["optimizer"]["decay_shape"] == "sqrt"
+
+
+@pytest.mark.parametrize("form", ["json", "script"])
+def test_arguments_of_a_trainers_schedule_are_read(form: str, tmp_path: Path) -> None:
+    """transformers 5.24: a decay is of a cosine unless decay_type says otherwise."""
+    given: dict[str, Any] = {"num_decay_steps": 100, "min_lr_ratio": 0.1}
+    settings = {
+        "per_device_train_batch_size": 4, "max_steps": 1000, "learning_rate": 3e-4,
+        "lr_scheduler_type": "warmup_stable_decay",
+    }  # fmt: skip
+    if form == "json":
+        (tmp_path / "run.json").write_text(json.dumps({**settings, "lr_scheduler_kwargs": given}))
+    else:
+        options = " ".join(f"--{name} {value}" for name, value in settings.items())
+        text = f"python run_clm.py {options} --lr_scheduler_kwargs '{json.dumps(given)}'\n"
+        (tmp_path / "run.script").write_text(text)
+    made = recipe_of(str(tmp_path / f"run.{form}")).sections["optimizer"]
+    assert (made["schedule"], made["decay_steps"], made["decay_shape"]) == ("wsd", 100, "cosine")
+    assert made["min_lr"] == pytest.approx(3e-5)
+
+
+def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
+    """trl 1.16's SFTConfig: 2e-5, bf16, checkpointing of activations and 1,024 tokens; the Trainer has others."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 100, "dataset_text_field": "text", "output_dir": "out"}
+    wanted = {True: (2e-5, "mixed", "full", 1024), False: (5e-5, "float32", None, 64)}
+    for is_trl, values in wanted.items():
+        given = {name: value for name, value in settings.items() if is_trl or name != "dataset_text_field"}
+        (others / "run.json").write_text(json.dumps(given))
+        beside = [] if is_trl else ["train.sequence_length=64"]
+        made = recipe_of(str(others / "run.json"), [f"model.config={others / 'model'}", *beside]).sections
+        train = made["train"]
+        found = (made["optimizer"]["lr"], made["precision"]["mode"], train.get("recompute"), train["sequence_length"])
+        assert found == values
+
+
+def test_rates_of_nanogpt_are_told() -> None:
+    """With W = 5 and D = 20, by the formula of its train.py: (i + 1) / (W + 1), then a cosine of (i - W) / (D - W)."""
+    note = PROGRAMS["nanogpt"].note.partition("optimizer.points=")[2].partition("] give")[0] + "]"
+    points = yaml.safe_load(note.replace("W + 1", "6").replace("D + 1", "21").replace("min_lr / lr", "0.1"))
+    settings = OptimizerConfig.model_validate({"lr": 1e-3, "schedule": "points", "points": points})
+    for i in range(25):
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (i - 5) / 15)))
+        wanted = (i + 1) / 6 if i < 5 else 0.1 + 0.9 * cosine
+        assert learning_rate(settings, 25, i + 1) == pytest.approx(1e-3 * wanted, rel=1e-12)
 
 
 def test_a_misspelt_key_is_not_advised(others: Path, cli: CommandLine) -> None:

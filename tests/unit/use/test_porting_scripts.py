@@ -52,13 +52,6 @@ def test_a_command_line_counts_before_the_toml_that_it_names(
     assert f"{others / 'titan.toml'}) cannot be read" in cli.refused("recipes", "--from", script)
 
 
-def test_a_config_file_that_is_a_script_is_refused_in_a_sentence(others: Path, cli: CommandLine) -> None:
-    script = others / "run"
-    script.write_text(f"torchrun -m torchtitan.train --job.config_file {script} --training.steps 5\n", encoding="utf-8")
-    said = cli.refused("recipes", "--from", script)
-    assert f"--job.config_file ({script}) cannot be read: it must be TOML (" in said
-
-
 def test_torchtitan_shortens_a_decay_to_the_steps_after_the_warmup(others: Path, cli: CommandLine) -> None:
     """Its message: "Warmup (200) + decay (240) steps exceed total steps (300). Adjusting decay steps to 100."."""
     toml, script = others / "titan.toml", others / "run.sh"

@@ -10,8 +10,6 @@ from shardwise.base.errors import RunError
 from shardwise.config import Config, load_config
 from shardwise.verify.cell_training import (
     ReferenceTraining,
-    _save_checkpoint,
-    make_trainer,
     train_cell,
     train_reference,
 )
@@ -28,12 +26,6 @@ def config() -> Config:
 def small(*, bitwise: bool) -> Config:
     recipe = load_config("llama2-tiny", ["model.num_hidden_layers=1", "train.global_batch=2", "train.micro_batch=1"])
     return miniature(recipe, [Cell()], 2, has_accelerator=False, bitwise=bitwise)
-
-
-def test_a_checkpoint_that_cannot_be_saved_is_told(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"the checkpoint could not be saved: .*file"):
-        _save_checkpoint(make_trainer(config, Cell()), tmp_path / "file")
 
 
 def test_tensors_of_another_model_are_named(config: Config, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.verify.layouts import AXES, Cell, layouts_to_verify, parse_layouts
+from shardwise.verify.layouts import layouts_to_verify, parse_layouts
 
 RECIPE = load_config("llama2-tiny")
 
@@ -31,14 +31,6 @@ def test_keys_that_are_not_named_keep_the_recipes_schedule_and_recompute() -> No
     assert {cell.recompute for cell in named} == {"none", "selective", "full"}
 
 
-def test_values_narrow_a_key() -> None:
-    given = ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=1", "optimizer.zero=0,1"]
-    assert layouts_to_verify(RECIPE, "cpu", 4, parse_layouts(given)) == [
-        Cell("cpu", 4, tensor=2, sequence=True),
-        Cell("cpu", 4, tensor=2, sequence=True, zero=1),
-    ]
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -52,11 +44,3 @@ def test_values_narrow_a_key() -> None:
 def test_other_texts_are_refused(given: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         parse_layouts([given])
-
-
-def test_names_tell_layouts_apart() -> None:
-    cells = layouts_to_verify(RECIPE, "cpu", 8, dict.fromkeys(AXES))
-    assert len({cell.name for cell in cells}) == len(cells)
-    full = Cell("cpu", 8, tensor=2, sequence=True, pipeline=2, schedule="zbv", zero=1, recompute="full")
-    assert full.name == "TP 2 + SP × PP 2 × DP 2 (ZeRO-1), schedule zbv, recompute full, on cpu"
-    assert Cell().name == "one process, on cpu"

@@ -48,14 +48,6 @@ def test_software() -> None:
     assert "pip install 'shardwise[hdf5]'" in versions(h5py=None)["[hdf5]", "ok"]
 
 
-def test_an_extra_of_which_a_part_is_there_lacks_the_rest() -> None:
-    optional = "not installed, which is optional: pip install 'shardwise[pieces]' "
-    assert versions()["[pieces]", "ok"] == optional
-    assert versions(protobuf="7.36.2")["[pieces]", "ok"] == f"sentencepiece {optional}"
-    whole = versions(protobuf="7.36.2", sentencepiece="0.2.3")
-    assert whole["[pieces]", "ok"] == "protobuf 7.36.2, sentencepiece 0.2.3 "
-
-
 @pytest.mark.parametrize(
     ("value", "cpus", "limit", "status", "text"),
     [
@@ -105,16 +97,6 @@ def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pyte
     (found,) = machine_checks._check_folder("cache", tmp_path / "file")
     assert (found.status, found.found) == ("wrong", f"{tmp_path / 'file'} cannot be written: Not a directory")
     assert found.mend.endswith("SHARDWISE_CACHE")
-
-
-def test_accelerators_that_a_run_would_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia0").touch()
-    (found,) = machine_checks._check_devices(tmp_path)
-    assert found.status == "warning"
-    assert "trainings here run on the CPU" in found.found
-    monkeypatch.setattr(machine_checks, "accelerators", lambda: ("nvidia", 1))
-    (found,) = machine_checks._check_devices(tmp_path)
-    assert (found.status, found.found.endswith("1 × nvidia")) == ("ok", True)
 
 
 def test_variables_of_a_launcher_that_is_not_there() -> None:

@@ -18,11 +18,8 @@ def small(recipe: Config, ranks: int = 8, steps: int = 4) -> tuple[Config, list[
     return miniature(recipe, cells, steps, has_accelerator=False), cells
 
 
-OFTEN = (
-    "bert-tiny", "gemma3-1b", "glm4-moe-tiny", "gpt-neox-20b", "gpt2-xl", "llama2-70b", "mixtral-8x7b", "olmo3-7b",
-    "olmoe-tiny", "quickstart", "qwen3-0.6b", "qwen3-30b-a3b", "smollm3-3b",
-)  # fmt: skip
-"""Each family, few and many heads, odd numbers of them, and each optimizer."""
+OFTEN = ("bert-tiny", "gpt-neox-20b", "gpt2-xl", "llama2-70b", "mixtral-8x7b", "quickstart", "smollm3-3b")
+"""Few and many heads, odd numbers of them, experts, and several optimizers; the others are slow."""
 
 
 @pytest.mark.parametrize("name", few(recipe_names(), *OFTEN))
@@ -71,9 +68,8 @@ def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone(
     ]
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_every_cell_is_a_configuration_of_its_layout(copies: int) -> None:
-    config, cells = small(load_config("llama2-7b", [f"parallel.replicate={copies}"]))
+def test_every_cell_is_a_configuration_of_its_layout() -> None:
+    config, cells = small(load_config("llama2-7b", ["parallel.replicate=2"]))
     for cell in cells:
         here = miniature_at_cell(config, cell)
         layout = check_layout(here, cell.ranks)
@@ -81,21 +77,7 @@ def test_every_cell_is_a_configuration_of_its_layout(copies: int) -> None:
         assert layout.accumulation(here.train) >= 2, "accumulation is part of what is verified"
         assert (here.optimizer.zero, here.train.recompute) == (cell.zero, cell.recompute)
         assert here.train.global_batch == config.train.global_batch
-        assert here.parallel.replicate == (copies if cell.data * cell.context % 2 == 0 else 1)
-
-
-def test_collectives_overlap_where_the_layout_and_the_device_can() -> None:
-    chosen = ["parallel.tensor=2", "parallel.sequence=true", "parallel.tensor_overlap=symmetric_memory"]
-    cells = [
-        Cell("cpu", 2, tensor=2, sequence=True),
-        Cell("cuda", 2, tensor=2, sequence=True),
-        Cell("cuda", 2, tensor=2),
-        Cell("cuda", 4, tensor=2, sequence=True, pipeline=2, schedule="zbv"),
-    ]
-    config = miniature(load_config("llama2-tiny", chosen), cells, 2, has_accelerator=True)
-    found = [miniature_at_cell(config, cell).parallel.tensor_overlap for cell in cells]
-    assert found == ["pieces", "symmetric_memory", "pieces", None]
-    assert trainable_cells(config, cells)[0] == cells
+        assert here.parallel.replicate == (2 if cell.data * cell.context % 2 == 0 else 1)
 
 
 def test_the_steps_move_the_weights() -> None:
@@ -105,23 +87,11 @@ def test_the_steps_move_the_weights() -> None:
     assert small(load_config("llama2-7b", ["optimizer.name=lamb"]))[0].optimizer.lr == 1e-2
 
 
-def test_document_ends_and_blocks_without_rotation_stay() -> None:
-    ends = ["data.eod_mask_loss=true", "data.reset_attention_mask=true", "data.eod_token=7"]
-    data = small(load_config("llama2-tiny", ends))[0].data
-    assert data.document_options
-    assert data.eod_token == 3
-    smollm = ["model.family=smollm3", "model.no_rope_layers=[1,0,1,1,1,1,1,1]"]
-    assert small(load_config("llama2-tiny", smollm))[0].model.model_dump()["no_rope_layers"][:8] == (1, 0, *[1] * 6)
-    gemma = small(load_config("llama2-tiny", ["model.family=gemma3"]))[0]
-    assert [gemma.known_shapes.window(layer) for layer in range(4)] == [5, None, 5, None]
-    assert gemma.train.sequence_length > 5
-
-
-@pytest.mark.parametrize("family", ["llama2-tiny", "bert-tiny"])
-def test_with_bits_all_layouts_have_micro_batches_of_two_samples(family: str) -> None:
-    cells = layouts_to_verify(load_config(family), "cpu", 8, parse_layouts(["all"]))
+def test_with_bits_all_layouts_have_micro_batches_of_two_samples() -> None:
+    recipe = load_config("bert-tiny")
+    cells = layouts_to_verify(recipe, "cpu", 8, parse_layouts(["all"]))
     cells = [cell for cell in cells if cell.tensor < 8 and cell.context == 1]
-    bits = miniature(load_config(family), cells, 4, has_accelerator=False, bitwise=True)
+    bits = miniature(recipe, cells, 4, has_accelerator=False, bitwise=True)
     kept, reasons = trainable_cells(bits, cells)
     assert (len(kept), reasons) == (len(cells), [])
     assert {miniature_at_cell(bits, cell).train.micro_batch for cell in (*cells, Cell())} == {2}
@@ -141,12 +111,11 @@ def test_the_tolerance_is_that_of_the_dtypes() -> None:
     assert tolerance("precision.mode=float32", "precision.matmul=fp8") == Tolerance(2**-10, 2**-2)
 
 
-@pytest.mark.parametrize("name", ["llama2-tiny", "gpt-neox-tiny", "llama2-70b"])
-def test_products_in_fp8_fit_all_layouts_of_the_recipe(name: str) -> None:
-    recipe = load_config(name, ["precision.mode=null", "precision.matmul=fp8"])
+def test_products_in_fp8_fit_all_layouts_of_the_recipe() -> None:
+    recipe = load_config("gpt-neox-tiny", ["precision.mode=null", "precision.matmul=fp8"])
     config, cells = small(recipe)
     assert config.precision.resolved(accelerator=False) == recipe.precision.resolved(accelerator=False)
-    plain, _ = trainable_cells(*small(load_config(name)))
+    plain, _ = trainable_cells(*small(load_config("gpt-neox-tiny")))
     found, _ = trainable_cells(config, cells)
     assert found == [cell for cell in plain if 16 * cell.context <= recipe.model.max_position_embeddings]
     assert {miniature_at_cell(config, cell).train.micro_batch for cell in cells} == {1}, (

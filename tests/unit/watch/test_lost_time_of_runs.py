@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from shardwise.launch.stop_requests import signal_name
-from shardwise.runs.events import number
 from shardwise_watch.lost_time import CAUSES, LostTime
 from tests.monitor_runs import stamp
 
@@ -52,11 +51,6 @@ def test_each_cause_is_counted_once() -> None:
     assert list(found.by_cause) == list(CAUSES)
     assert (found.steps, found.starts, found.whole) == (4, 2, 80)
     assert found.goodput == pytest.approx((80 - 54) / 80)
-
-
-def test_only_the_last_step_of_each_start_counts() -> None:
-    few = [one for one in FIRST if one.get("step") != 1]
-    assert lost(*few, *AGAIN).by_cause == lost(*FIRST, *AGAIN).by_cause
 
 
 def test_a_start_that_took_no_step_undoes_none_twice() -> None:
@@ -111,26 +105,3 @@ def test_device_hours_are_those_of_all_starts() -> None:
     stopped = event("stop", 140, step=10, reason="stopped by Ctrl-C (SIGINT)")
     assert lost(*first, stopped, *on_four, STOP).device_seconds == 2 * 40 + 4 * (15 + 15)
     assert math.isnan(lost(*FIRST).device_seconds)
-
-
-def test_an_older_run_without_these_fields_loses_what_is_known() -> None:
-    old = [
-        {"event": "start", "time": "2026-01-01T00:00:10+00:00"},
-        {"event": "step", "step": 9, "step_seconds": 2.0},
-        {"event": "start", "time": "2026-01-01T00:01:10+00:00"},
-        {"event": "resume", "time": "2026-01-01T00:01:10+00:00", "step": 5, "load_seconds": 1.5},
-        {"event": "step", "step": 12, "step_seconds": 2.0, "waited_seconds": None},
-        {"event": "stop", "time": "2026-01-01T00:02:10+00:00", "reason": "closed"},
-    ]
-    found = lost(*old)
-    assert found.by_cause["lost steps"] == 4 * 2.0
-    assert found.by_cause["load"] == 1.5
-    assert found.whole == 120
-    assert lost({"event": "step", "step": 1}).goodput is None
-    assert LostTime().goodput is None
-
-
-def test_numbers_may_be_texts() -> None:
-    assert number("-inf") == -float("inf")
-    assert number("nan", 1.0) != number("nan", 1.0)
-    assert number(None, 3.0) == number("x", 3.0) == number([], 3.0) == 3.0

@@ -89,19 +89,6 @@ def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, cli: CommandL
     assert_shown(block, said)
 
 
-@pytest.mark.parametrize("columns", [80, 160])
-def test_a_terminal_is_not_too_narrow(columns: int, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    write_three()
-    terminal(columns, monkeypatch)
-    with RunLock(Path(f"runs/{LONG}")):
-        table = cli("ls").out.split("\n\n")[1]
-    runs = table.splitlines()
-    assert max(map(len, runs)) <= columns
-    assert (LONG in table) == (columns == 160)
-    assert "gpt3-ti" in runs[1]
-    assert "0000 " in runs[1], "its end tells runs of one recipe apart"
-
-
 def test_the_object(cli: CommandLine) -> None:
     write_three()
     with held(Path(f"runs/{LONG}")):
@@ -177,11 +164,6 @@ def test_a_slurm_that_does_not_answer_holds_the_list_up_for_three_seconds_at_mos
     assert shown.err == f"submitted jobs: {program} did not answer within 3 s\n"
     assert "done" in shown.out
     assert set(timeouts) == {3}
-
-
-def test_durations_are_short() -> None:
-    found = [ls._short(seconds) for seconds in (0, 59, 61, 3599, 3600, 36_000, 90_000, 1e6)]
-    assert found == ["0s", "59s", "1min", "60min", "1.0h", "10h", "1.0d", "12d"]
 
 
 def test_fault_21_a_run_that_cannot_be_read_is_a_row(cli: CommandLine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -52,17 +51,6 @@ def test_the_values(path: Path) -> None:
     assert found["shardwise_node_cpu"][1] == (one | {"host": "node-001"}, 0.35)
     assert found["shardwise_run_heard_timestamp_seconds"][0][1] > FIRST
     assert "shardwise_run_eta_seconds" not in found, "what is unknown is left out: the run does not run"
-
-
-def test_a_scrape_reads_what_was_added(path: Path) -> None:
-    registry = registry_of(path)
-    assert scraped(registry)["shardwise_train_loss"][0][1] < 6.0
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "step", "step": 36, "loss": "nan", "lr": null}\n')
-    found = scraped(registry)
-    assert found["shardwise_train_step"][0][1] == 36
-    assert math.isnan(found["shardwise_train_loss"][0][1])
-    assert "shardwise_train_lr" not in found
 
 
 def test_the_page_and_the_dashboard_name_the_metrics(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

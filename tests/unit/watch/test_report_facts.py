@@ -34,9 +34,7 @@ def test_scores_of_tasks_are_the_first_table(tmp_path: Path, cli: CommandLine) -
     ("price", "paid", "shown"),
     [
         (None, 0, ""),
-        ("2.50 USD", 16 * 2.5, "2.5 USD/device"),
         ("30 usd/node", 2 * 30, "30 USD/node"),
-        ("8 EUR/chip", 16 * 8, "8 EUR/chip"),
     ],
 )
 def test_the_cost_is_that_of_all_devices(
@@ -84,9 +82,7 @@ def test_the_page_names_the_commit_of_its_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for git, told in (
         ({"commit": "0123456789abcdef", "modified": True}, "; trained from commit 0123456789ab with changes"),
-        ({"commit": "0123456789abcdef", "modified": False}, "; trained from commit 0123456789ab"),
         (None, ""),
-        ("odd", ""),
         ({"commit": [HOSTILE]}, '; trained from commit ["<script>al'),
     ):
         environment = json.loads((run / "environment.json").read_text()) | {"git": git}

@@ -11,7 +11,7 @@ from shardwise.runs.folder import json_text
 from tests.command_line import CommandLine
 from tests.monitor_runs import Start, loss_of, write_run
 from tests.unit.watch import pages
-from tests.unit.watch.pages import DATA_PARALLEL, TENSOR_PARALLEL, Page, by_batch, events_of, page_of, write_events
+from tests.unit.watch.pages import DATA_PARALLEL, TENSOR_PARALLEL, Page, by_batch, page_of
 
 
 def test_many_runs_are_laid_over_each_other(tmp_path: Path, cli: CommandLine) -> None:
@@ -70,20 +70,6 @@ def test_runs_with_other_batches_differ_by_tokens_and_time(tmp_path: Path, cli: 
     page = page_of(small, large)
     page.says("Training loss of B minus A")
     assert page.places["places"]["B"][-1] == [20, 40 * 8192, 20.5]
-
-
-def test_only_tokens_may_be_common(tmp_path: Path) -> None:
-    """Where no step is in both, the differences are drawn over the first axis that has some."""
-    early = write_run(tmp_path / "early", [Start(0, 10)], mesh=DATA_PARALLEL)
-    late = by_batch(tmp_path / "late", 1, 20, [Start(10, 20)])
-    events = events_of(late)
-    for event in events:
-        if event["event"] == "step":
-            event["tokens"] -= 10 * 8192
-    page = page_of(early, write_events(late, events))
-    page.says("no step in common")
-    (minus,) = (data for data in page.charts if "by" in data)
-    assert (minus["axis"], len(minus["by"]["tokens"]["B"]), minus["by"]["step"]) == ("tokens", 10, {})
 
 
 CHOICES = """

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from shardwise_watch.run_snapshot import run_snapshot
 from shardwise_watch.screen.frame import FrameReader, make_frame
 from shardwise_watch.screen.panels import event_line
 from tests.command_line import CommandLine
-from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, stamp, write_big, write_run
+from tests.monitor_runs import FIRST, GIB, Mesh, Start, ending, loss_of, stamp, write_run
 from tests.unit.watch.pages import events_of, set_written, write_events
 
 RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
@@ -98,38 +96,12 @@ def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
     assert len([one for one in run.events if one["event"] == "start"]) == 1
 
 
-def test_numbers_that_are_texts_or_missing(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", [Start(0, 3)], losses={2: math.nan, 3: math.inf})
-    append(path, {"event": "step", "step": 4, "loss": None, "lr": [1]})
-    append(path, {"event": "step"}, {"event": "step", "step": "x"})
-    loss = opened(path, whole=True).series.numbers["loss"]
-    assert [*loss] == pytest.approx([6.0, math.nan, math.inf, math.nan], nan_ok=True)
-
-
-def test_a_run_of_an_older_version(tmp_path: Path) -> None:
-    """Its steps have no time, and its ranks no start."""
-    path = tmp_path / "run"
-    (path / "ranks").mkdir(parents=True)
-    append(path, {"event": "start", "time": "2026-01-01T00:00:10+00:00", "steps": 9})
-    append(path, *({"event": "step", "step": step, "loss": 2.0, "step_seconds": 0.5} for step in (1, 2)))
-    (path / "ranks/rank-0000.jsonl").write_text('{"step": 2, "step_seconds": 0.5, "peak_memory_bytes": 5}\n{"ha')
-    with RunLock(path):
-        run = opened(path)
-        assert (run.state, run.step, run.steps, run.eta_seconds) == ("running", 2, 9, 3.5)
-    assert run.config == run.environment == run.results == {}
-    [rank] = run.ranks()
-    assert (rank.rank, rank.host, rank.step, rank.memory_bytes, rank.relative) == (0, "", 2, 5, None)
-    [node] = run.nodes([rank])
-    assert (node.host, node.cpu, node.cores) == ("", None, None)
-
-
 @pytest.mark.parametrize(
     ("ending", "state"),
     [
         ("finished", "finished"),
         ("failed: OSError: no room", "failed"),
         ("stop_after", "stopped"),
-        ("stopped by SIGTERM", "stopped"),
         ("closed", "stopped"),
         (None, "killed"),
     ],
@@ -163,7 +135,7 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert run.state == "killed"
 
 
-@pytest.mark.parametrize("ending", [None, "stopped by SIGTERM", "failed: OSError: no room"])
+@pytest.mark.parametrize("ending", [None, "failed: OSError: no room"])
 def test_a_later_start_is_told_by_its_number(ending: str | None, tmp_path: Path) -> None:
     """Also of a run that was killed, whose last record is of a step, and before the new start has recorded itself."""
     path = write_run(tmp_path / "run", [Start(0, 5, None), Start(4, 8, ending)], steps=9)
@@ -196,16 +168,6 @@ def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> Non
     assert after(run)[0] == "failed", "nobody is at work"
 
 
-def test_a_lock_of_another_host_that_is_not_seen_here(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)
-    holder = {"host": "elsewhere", "pid": 1, "started": "2026-01-01T00:00:00+00:00"}
-    (path / ".lock").write_text(json.dumps(holder))
-    run = opened(path)
-    assert run.state == "running"
-    set_written(path / "metrics.jsonl", FIRST)
-    assert run.state == "killed"
-
-
 def test_ranks_and_nodes(restarted: Path) -> None:
     run = opened(restarted)
     views = run.ranks()
@@ -216,17 +178,6 @@ def test_ranks_and_nodes(restarted: Path) -> None:
     nodes = run.nodes(views)
     assert [(node.host, node.ranks) for node in nodes] == [("node-000", (0, 1, 2, 3)), ("node-001", (4, 5, 6, 7))]
     assert [(node.cpu, node.cores, node.memory_total_bytes) for node in nodes] == [(0.35, 64, 512 * GIB)] * 2
-
-
-def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 2, 1, 1), steps=9)
-    run = opened(path)
-    assert {view.host for view in run.ranks()} == {"node-000"}
-    set_written(path / "ranks/rank-0000.jsonl", FIRST)  # another time than that of what follows
-    set_written(path / "ranks/rank-0001.jsonl", FIRST)
-    write_run(path, [Start(0, 300)], mesh=Mesh(1, 2, 1, 2), first=FIRST + 100)
-    run.refresh()
-    assert [view.host for view in run.ranks()] == ["node-000", "node-001"]
 
 
 def test_a_run_that_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
@@ -334,16 +285,6 @@ def test_runs_newest_first(tmp_path: Path) -> None:
     assert open_run(tmp_path / "latest", all_steps=False).name == "a"
 
 
-def test_the_big_run_is_one_run(tmp_path: Path) -> None:
-    run = opened(write_big(tmp_path / "run", ranks=64, steps=2000, tail=4), whole=True)
-    assert (run.step, len(run.series.steps), run.lost.starts, run.lost.steps) == (2000, 2000, 4, 300)
-    views = run.ranks()
-    assert len(views) == 64
-    assert len(run.nodes(views)) == 8
-    assert {view.step for view in views} == {2000}
-    assert asdict(run.lost)["_lost"]["start"] == 4 * BEFORE_TRAINING - 3 * 2
-
-
 BROKEN = ('"x"', "[1]", "1" + "0" * 400, "[" * 500 + "]" * 500)
 
 
@@ -356,9 +297,8 @@ def broken(line: str, wrong: str, turn: int) -> str:
     )
 
 
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("wrong", BROKEN, ids=lambda wrong: wrong[:5])
-def test_fault_21_every_view_bears_a_field_of_any_type(wrong: str, turn: int, tmp_path: Path, cli: CommandLine) -> None:
+@pytest.mark.parametrize(("turn", "wrong"), [*enumerate(BROKEN)], ids=lambda value: str(value)[:5])
+def test_fault_21_every_view_bears_a_field_of_any_type(turn: int, wrong: str, tmp_path: Path, cli: CommandLine) -> None:
     """The last record of each kind counts, in every file."""
     path = write_run(tmp_path / "run", RESTARTED, compiles=True)
     (path / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5)) + "\n")

@@ -19,12 +19,11 @@ from textual.pilot import Pilot
 
 from shardwise.base.errors import ConfigError
 from shardwise.runs.failure_record import FailureRecord
-from shardwise.runs.folder import RunDirectory, RunLock
+from shardwise.runs.folder import RunDirectory
 from shardwise_watch.cli import top
-from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing, panels, views
 from shardwise_watch.screen.app import Panel, TopScreen
-from shardwise_watch.screen.frame import Frame, FrameReader, ShownRuns, make_frame
+from shardwise_watch.screen.frame import Frame, FrameReader, ShownRuns
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
 from tests.unit.watch.pages import set_written
@@ -165,15 +164,6 @@ async def test_look(pilot: Pilot[None], name: str, key: str, size: tuple[int, in
     assert now == stored.read_text(encoding="utf-8")
 
 
-@on_screen
-async def test_colours(pilot: Pilot[None]) -> None:
-    """The straggler has the colour of what is wrong, and nothing else in the strips has it."""
-    text = pilot.app.query_one("#strips", Panel).render()
-    wrong = [text.plain[span.start : span.end].strip() for span in text.spans if drawing.BAD in str(span.style)]
-    assert wrong == ["rank 5 ×2.00", "██"]
-    assert pilot.app.export_screenshot().startswith("<svg")
-
-
 def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
     frame = FrameReader(run).read()
     many = replace(frame, ranks=[replace(view, rank=at, place={}) for at, view in enumerate([*frame.ranks] * 64)])
@@ -184,8 +174,9 @@ def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
 @pytest.fixture
 def others(run: Path) -> Path:
     """The folder of the run, with a worse run that wrote after it, one that cannot be read, and no run."""
-    worse = write_run(run.parent / "worse", [Start(0, 600)], steps=600, losses=dict.fromkeys(range(1, 601), 4.0))
-    newer = write_run(run.parent / "newer-format")
+    losses = dict.fromkeys(range(1, 601), 4.0)
+    worse = write_run(run.parent / "worse", [Start(0, 600)], mesh=Mesh(1, 1, 1, 1), losses=losses)
+    newer = write_run(run.parent / "newer-format", mesh=Mesh(1, 1, 1, 1))
     (newer / "run.json").write_text('{"format": 99}')
     (run.parent / "notes").mkdir()
     for file, ago in {**dict.fromkeys(worse.rglob("*"), 1), newer / "metrics.jsonl": 9}.items():
@@ -213,28 +204,6 @@ async def test_a_run_is_chosen_from_the_list(
     assert "the run's folder /" in await read(pilot, "p", "p"), "it is gone; a long path is cut"
     back = await read(pilot, "r", "enter")
     assert " gpt3-tiny-1  ● running" in back, "a run that is gone leaves the list"
-
-
-@pytest.mark.parametrize("size", [(100, 24)])
-@on_screen
-async def test_the_marked_run_stays_marked_whichever_wrote_last(
-    pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]
-) -> None:
-    """Two live runs take turns; a third one that is gone makes place above the mark."""
-    third = write_run(run.parent / "third", [Start(0, 60)])
-
-    def names(text: str) -> list[list[str]]:
-        return [line.split()[:2] for line in text.splitlines()[4:7]]
-
-    first = names(await read(pilot, "r", "down"))
-    assert first == [["third", "finished"], ["▸", "worse"], ["shown", "gpt3-tiny-1"]]
-    for live in (run, others / "worse", run):
-        set_written(live / "metrics.jsonl", time.time() + 60)
-        assert names(await read(pilot, "p", "p")) == first
-    shutil.rmtree(third)
-    assert names(await read(pilot, "p", "p"))[:2] == first[1:]
-    assert " worse  ● running" in await read(pilot, "enter")
-    assert names(await read(pilot, "r"))[0][1] == "gpt3-tiny-1", "a list that is opened again has the newest first"
 
 
 @on_screen
@@ -286,24 +255,6 @@ async def test_the_end_of_the_log(pilot: Pilot[None], log: Path) -> None:
     assert " line " not in await read(pilot, "p", "p")
 
 
-def test_a_restart_is_told(run: Path) -> None:
-    """Of a run that was killed, once a process has its folder, before that has recorded its start."""
-    with RunLock(run):
-        frame = FrameReader(run).read()
-        assert panels.header(frame, 80)[0].plain.startswith(" gpt3-tiny-1  ● restarting (start 3)")
-
-
-def test_tasks_are_told_in_words() -> None:
-    metrics = {"acc,none": 0.25, "acc_stderr,none": 0.1, "exact_match,strict": "nan"}
-    events = [
-        {"event": "eval_task", "task": "arc", "step": 5, "metrics": metrics},
-        {"event": "eval_task", "task": "arc", "metrics": 3},
-        {"event": "eval_set", "set": "code", "loss": 2.5},
-    ]
-    told = [panels.event_line(event, None).plain.partition("▌")[2] for event in events]
-    assert told == ["task arc: acc 0.2500, exact_match,strict nan", "task arc: ", "evaluation of code: loss 2.5000"]
-
-
 @on_screen
 async def test_a_silent_rank_is_named(pilot: Pilot[None], run: Path) -> None:
     set_written(run / "ranks" / "rank-0009.jsonl", NOW - 200)
@@ -352,17 +303,7 @@ async def test_zoom_while_paused(pilot: Pilot[None], run: Path) -> None:
     assert app.frame.step == 900
 
 
-def test_a_spike_stays_visible(run: Path) -> None:
-    reader = FrameReader(run)
-    reader.read()
-    curve = reader.read(20).curves["loss"]
-    assert (curve.span, len(curve.columns)) == ((1, 400), 20)
-    assert max(column.largest for column in curve.columns[5:] if column) > 7.0
-
-
-@pytest.mark.parametrize(
-    "size", [(79, 24), *(pytest.param(size, marks=pytest.mark.slow) for size in ((80, 19), (20, 5)))]
-)
+@pytest.mark.parametrize("size", [(79, 24), (80, 19)])
 @on_screen
 async def test_a_terminal_that_is_too_small(pilot: Pilot[None], size: tuple[int, int]) -> None:
     told = " ".join(shown(pilot.app).split())
@@ -393,19 +334,6 @@ async def test_a_folder_that_vanishes_and_returns(pilot: Pilot[None], run: Path)
         await read_again()
 
 
-def test_a_run_that_has_written_little(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("parallel: {pipeline: [")
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "rank-0000.jsonl").write_text('{"event": "sta')
-    app = fixed(tmp_path)
-
-    async def body(pilot: Pilot[None]) -> None:
-        assert "no step is recorded yet" in shown(app)
-        await read(pilot, *"2345")
-
-    show(app, body)
-
-
 def test_once(run: Path) -> None:
     code = (
         "import sys; from shardwise.cli import main; code = main(['top', sys.argv[1], '--once']); "
@@ -423,23 +351,6 @@ def test_once(run: Path) -> None:
     assert rows["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
 
 
-def test_what_experts_do_is_told(tmp_path: Path, cli: CommandLine) -> None:
-    path = write_run(tmp_path / "sparse", experts=True)
-    told = "largest load ×2.50, 12.5% idle, entropy 0.750, switch 0.0125"
-    app = fixed(path)
-
-    async def body(pilot: Pilot[None]) -> None:
-        lines = picture(app).splitlines()
-        place = next(number for number, line in enumerate(lines) if line.startswith(" experts  "))
-        assert lines[place][10:] == told
-        assert "■ data" in lines[place - 1]
-        assert "ranks" in lines[place + 1]
-        assert "overview" in lines[-1]
-
-    show(app, body)
-    assert told in cli("top", path, "--once").out
-
-
 @pytest.fixture
 def failed(run: Path) -> Path:
     """The run, after its rank 5 was killed."""
@@ -455,8 +366,7 @@ def failed(run: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.slow)])
-def test_a_failure_is_told_with_the_command_that_resumes(failed: Path, size: tuple[int, int], cli: CommandLine) -> None:
+def test_a_failure_is_told_with_the_command_that_resumes(failed: Path, cli: CommandLine) -> None:
     app = TopScreen(FrameReader(failed).read, 0)
 
     async def body(_: Pilot[None]) -> None:
@@ -467,21 +377,11 @@ def test_a_failure_is_told_with_the_command_that_resumes(failed: Path, size: tup
         assert "parallel.pipeline=2 --nproc 16 --run-dir runs/gpt3-tiny-1" in words
         assert "lost time" in words
 
-    show(app, body, size)
+    show(app, body)
     *_, heading, lost, resume = cli("top", failed, "--once").out.splitlines()
     assert heading == "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory)."
     assert lost == "50 steps since checkpoint 350 are lost"
     assert resume.startswith("resume: shardwise train gpt3-tiny ")
-
-
-def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
-    frame = make_frame(open_run(run, all_steps=False))
-    lines = panels.lost(frame, 60, 8)
-    bar = 25
-    for line, (cause, seconds) in zip(lines[1:], frame.lost.by_cause.items(), strict=True):
-        assert line.plain.startswith(f" {cause}")
-        cells = sum({"█": 8, **{mark: eighth for eighth, mark in enumerate(" ▏▎▍▌▋▊▉")}}.get(c, 0) for c in line.plain)
-        assert abs(cells / 8 - bar * seconds / frame.lost.whole) <= 1 / 8, line.plain
 
 
 def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,9 @@ from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
 from shardwise.config import FamilyConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
+from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
 
 MASTER = "master"
-ROUTER_BIAS = ".e_score_correction_bias"
-"""Biases of routers, which `transformers` keeps in float32 in a model of any dtype: their steps are small."""
 _DTYPE_FIELDS = ("torch_dtype", "dtype")
 """The names that releases of `transformers` give the dtype in `config.json`."""
 
@@ -100,7 +99,7 @@ class Export:
         entry = self._manifest.tensors[MODEL][name]
         # Integers, such as quantized weights, stay as they are.
         target = entry.dtype
-        if self._target is not None and entry.dtype in FLOATING and not name.endswith(ROUTER_BIAS):
+        if self._target is not None and entry.dtype in FLOATING and not name.endswith(WITHOUT_GRADIENT):
             target = self._target
         state = MODEL
         if target != entry.dtype and name in self._manifest.tensors.get(MASTER, {}):

@@ -10,6 +10,8 @@ All integers are little-endian. PREFIX.bin holds the tokens back to back. PREFIX
     offset 34   i32[n]      tokens of each sequence
     then        i64[n]      byte of PREFIX.bin at which each sequence begins
     then        i64[d + 1]  each document's first sequence, then n
+    then, of multimodal data, which are refused, i8[n]: the medium of each sequence (`IndexedDatasetBuilder` of
+                            Megatron Core 0.16.1 with multimodal=True)
 
 A document has one sequence, or one for each of its sentences.
 """
@@ -262,6 +264,11 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
             "each: it holds no documents; prepare the data again"
         )
     expected = _HEADER.size + sequences * (_SIZE.itemsize + _WIDE.itemsize) + bounds * _WIDE.itemsize
+    if size == expected + sequences:
+        raise DataError(
+            f"{path}: its size ({size} bytes) must be {expected}, and behind it is a byte for each of its {sequences} "
+            "sequences, as data of several media have (multimodal): text alone is read; prepare the data without it"
+        )
     if size != expected:
         problem = f"its size ({size} bytes) must be {expected}, for {sequences} sequences and {bounds - 1} documents"
         raise _damaged(path, problem)

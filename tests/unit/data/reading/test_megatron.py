@@ -146,6 +146,7 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
     "floating dtype": (idx_bytes(code=7), None, r"dtype code \(7\), must be"),
     "no documents": (idx_bytes([], [], [0]), b"", r"sequences and documents \(0 and 0\), must be 1 or more each"),
     "no tokens": (idx_bytes([0], [0], [0, 1]), b"", r"data\.bin must hold tokens, and it is empty"),
+    "multimodal": (idx_bytes() + bytes(3), None, r"a byte for each of its 3 sequences, as data of several media have"),
     "truncated": (idx_bytes()[:-3], None, r"its size \(99 bytes\) must be 102, for 3 sequences and 3 documents"),
     "absurd count": (idx_bytes()[:18] + COUNT + idx_bytes()[26:], None, r"for 1152921504606846976 sequences"),
     "negative size": (idx_bytes([2, -3, 1]), None, r"sequence 1 \(-3 tokens\) must have 0 tokens or more"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.compiled_units import BLOCK, HEAD, CapturedGraph
-from shardwise.train.compile.graph_cache import GraphCache
 from shardwise.train.compile.run_graphs import RunGraphs
 
 
@@ -91,21 +89,3 @@ def test_a_kept_function_is_loaded_without_a_process_and_its_missing_kernels_com
     assert warm == [1, 1]
     (tmp_path / "function.traced").write_bytes(b"damaged")
     assert counts()[1:] == (1, 0), "a file that cannot be read is written again"
-
-
-def test_a_damaged_graph_is_told(tmp_path: Path) -> None:
-    run(tmp_path)
-    for entry in GraphCache(tmp_path).entries():
-        with zipfile.ZipFile(entry.path) as archive:
-            inside = archive.getinfo("code").header_offset + 100
-        content = bytearray(entry.path.read_bytes())
-        content[inside] ^= 255
-        entry.path.write_bytes(content)
-    told = f"compile: block (training) is not in {tmp_path} in a file that can be read; `shardwise compile` puts"
-    assert run(tmp_path)[0][0].startswith(told)
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    told = f"compiled graphs are not kept: compile.cache_dir ({tmp_path}/file) cannot be written: "
-    assert (run(tmp_path / "file")[1] or "").startswith(told)

@@ -19,7 +19,6 @@ from torch import Tensor
 from tests.unit.use.importing import zero_shards
 
 State = dict[str, Tensor]
-STYLES = ("separate", "fused", "grouped", "grouped-fused")
 
 
 def shards_of(weights: State, config: Any, style: str, tp: int, copies: int, adjacent: bool) -> list[State]:

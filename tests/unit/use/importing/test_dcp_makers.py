@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.checkpoint.format.weight_files import check_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, write_imported_checkpoint
 from shardwise_use.importing.olmo_core import open_olmo_core
 from shardwise_use.importing.torch_dcp import DcpFolder
 from shardwise_use.importing.torchtitan import open_torchtitan
 from tests.command_line import CommandLine
-from tests.hugging_face import make, save
+from tests.hugging_face import save
 from tests.unit.use.importing.checks import assert_equal, problems, states_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -173,7 +172,7 @@ def refusal(action: Callable[..., object], *arguments: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "fields"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", FULL), ("qwen3_moe", {})]
+    ("case", "fields"), [("llama", {}), ("qwen3", FULL | {"tie_word_embeddings": True}), ("qwen3_moe", {})]
 )
 def test_torchtitan(tmp_path: Path, case: str, fields: dict[str, Any]) -> None:
     weights = titan(case, tmp_path, **fields)
@@ -254,14 +253,10 @@ def test_models_of_olmo_core(tmp_path: Path) -> None:
     )
     for path, value, reason in (
         (f"{mixer}.clip_qkv", 8.0, "clip_qkv (8.0) must be None"),
-        (f"{mixer}.bias", None, "attention.bias (None) must be False"),
         ("model.block.name", "peri_norm", "name ('peri_norm') must be 'default' or 'reordered_norm'"),
         ("model.name", "moe", "model.name ('moe') must be 'default'"),
         (f"{mixer}.qk_norm", None, "no family here has blocks 'reordered_norm' with norms of queries and keys none"),
-        ("model.block", {"a": 1}, "its model.block.name (None) must be 'default' or 'reordered_norm'"),
-        ("model", 3, "is no configuration as OLMo-core writes it"),
         ("train_module.max_sequence_length", None, "is no configuration as OLMo-core writes it"),
-        ("model.n_layers", "two", "is no configuration as OLMo-core writes it"),
         ("train_module.optim.step_increment_bugfix", False, "does not count its updates"),
         (f"{mixer}.sliding_window", {"pattern": [3, 5], **free}, "windows [3, 5]"),
     ):
@@ -270,27 +265,6 @@ def test_models_of_olmo_core(tmp_path: Path) -> None:
         assert "ConfigError" not in said, path
     file.write_text("{")
     assert "cannot be read" in refusal(open_olmo_core, tmp_path)
-
-
-def test_folders_of_others_are_named(tmp_path: Path) -> None:
-    titan("llama", tmp_path / "titan")
-    olmo(tmp_path / "olmo")
-    make("llama").save_pretrained(tmp_path / "hf")
-    (tmp_path / "megatron" / "iter_0000003").mkdir(parents=True)
-    config = tmp_path / "hf"
-    step = tmp_path / "titan" / "step-3"
-    assert "it is of torchtitan: give --from torchtitan" in refusal(open_olmo_core, step)
-    assert "it is of olmo-core: give --from olmo-core" in refusal(
-        open_torchtitan, tmp_path / "olmo" / "step3" / "model_and_optim", config
-    )
-    assert "is a Hugging Face folder: leave out --from" in refusal(open_torchtitan, tmp_path / "hf", config)
-    assert "give --from megatron" in refusal(open_torchtitan, tmp_path / "megatron", config)
-    assert "shardwise checkpoint import --from torchtitan" in refusal(check_weights, step)
-    assert "must be llama, qwen3 or qwen3_moe with torchtitan" in refusal(
-        open_torchtitan, step, tmp_path / "olmo" / "hf"
-    )
-    write({"a": torch.zeros(1)}, tmp_path / "own")
-    assert "its tensors are a" in refusal(open_torchtitan, tmp_path / "own", config)
 
 
 def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
@@ -307,7 +281,6 @@ def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
         (lora, torch.zeros(2, 2), f"has adapters ({lora})"),
         ("more.weight", torch.zeros(3), "has more.weight [3], which the model lacks"),
         ("norm.weight", None, "lacks model.norm.weight [32]"),
-        ("optimizer.state.norm.weight.exp_avg", None, "lacks the exp_avg of model.norm.weight"),
         ("optimizer.param_groups.norm.weight.initial_lr", 0.5, "initial_lr must be the same for all weights"),
         ("optimizer.param_groups.norm.weight.weight_decay", 0.5, "weight_decay must be one rate"),
         ("train_state.step", None, "train_state.step, and has None"),

@@ -86,21 +86,3 @@ def test_every_mismatch_is_listed(tmp_path: Path) -> None:
         "FOLDER: dtype of transformer.ln_f.bias (I8) must be float64, float32, float16 or bfloat16: quantized weights "
         "cannot be trained",
     ]
-
-
-def test_a_checkpoint_that_exists_is_kept(tmp_path: Path) -> None:
-    save("gpt", tmp_path / "saved")
-    opened = open_hugging_face(source(tmp_path / "saved"))
-    write(opened, tmp_path / "ours")
-    with pytest.raises(ConfigError, match="step-00000000 exists already: choose another name, or remove it"):
-        write(opened, tmp_path / "ours")
-
-
-def test_what_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    save("gpt", tmp_path / "saved")
-    opened = open_hugging_face(source(tmp_path / "saved"))
-    file = tmp_path / "saved/model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(Exception, match=r"model.safetensors is damaged: it ends at byte"):
-        write(opened, tmp_path / "ours")
-    assert list((tmp_path / "ours").iterdir()) == []

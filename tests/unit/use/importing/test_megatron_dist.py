@@ -19,7 +19,6 @@ from tests.hugging_face import VOCABULARY, save
 from tests.unit.use.importing.checks import assert_equal, assert_same_model, changed, problems, states_of
 from tests.unit.use.importing.megatron_shards import (
     MOMENTS,
-    NAMES,
     ORDERS,
     TRAINING,
     Source,
@@ -61,10 +60,9 @@ def assert_moments(opened: ImportedModel) -> None:
         assert_equal(found[state], {name: MOMENTS[state](weight) for name, weight in found["model"].items()})
 
 
-@pytest.mark.parametrize("numbered", [False, True])
 @pytest.mark.parametrize(
-    ("case", "style"),
-    [("gpt", "core"), ("gpt-untied", "te"), ("llama", "te"), ("llama-tied", "core"), ("mixtral", "te")],
+    ("case", "style", "numbered"),
+    [("gpt", "core", True), ("gpt-untied", "te", False), ("llama-tied", "core", False), ("mixtral", "te", True)],
 )
 def test_tensors_by_name(tmp_path: Path, case: str, style: str, numbered: bool) -> None:
     model, made = source(tmp_path, case)
@@ -76,13 +74,10 @@ def test_tensors_by_name(tmp_path: Path, case: str, style: str, numbered: bool) 
 @pytest.mark.parametrize(
     ("case", "style", "tp", "pp", "virtual", "sizes"),
     [
-        ("llama", "core", 1, 1, 1, ()),
         ("llama", "te", 2, 1, 1, (3, 7)),
         ("gpt", "te", 2, 2, 1, (1,)),
-        ("gpt-untied", "core", 1, 2, 2, ()),
         ("llama-tied", "core", 2, 2, 2, (2,)),
         ("mixtral", "core", 2, 2, 1, ()),
-        ("mixtral", "te", 1, 1, 2, (5,)),
     ],
 )
 def test_buffers_of_the_distributed_optimizer(
@@ -117,7 +112,6 @@ def test_the_rates_clipping_and_counts_are_carried_over(tmp_path: Path) -> None:
         ({"lr_decay_style": "inverse-square-root"}, "the schedule (inverse-square-root) has no counterpart"),
         ({"rampup_batch_size": [2, 2, 100]}, "its next rate is 0.0005; set optimizer.schedule yourself"),
         ({"start_weight_decay": 0.0}, "weight decay changes there"),
-        ({"fp16": True}, "training was in fp16"),
         ({"optimizer": "sgd"}, "the weights alone are imported, without step and optimizer: its optimizer (sgd"),
     ],
 )
@@ -142,10 +136,8 @@ def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypa
     [
         (["aux_loss", "global_aux_loss"], [0.01, 0.02], 0.03),
         ("aux_loss", [0.01], 0.01),
-        (["aux_loss"], 0.01, 0.01),
         (["none"], [0.01], None),
         (["aux_loss", "seq_aux_loss"], [0.01], "moe_aux_loss_coeff ([0.01]) must have one value for each of"),
-        (["aux_loss", "seq_aux_loss"], 0.01, "moe_aux_loss_coeff ([0.01]) must have one value for each of"),
     ],
 )
 def test_balance_losses_add_where_they_mean_one_key(kinds: Any, rates: Any, total: Any, tmp_path: Path) -> None:
@@ -175,21 +167,13 @@ def test_experts_and_the_balance_of_their_loads(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"moe_router_pre_softmax": True}, "its argument moe_router_pre_softmax (True) must be False for a Mixtral"),
-        ({"moe_layer_freq": 2}, "its argument moe_layer_freq (2) must be 1 for a Mixtral"),
         ({"moe_router_enable_expert_bias": True}, "its argument moe_router_enable_expert_bias (True) must be unset"),
-        ({"moe_shared_expert_intermediate_size": 8}, "its argument moe_shared_expert_intermediate_size (8) must be"),
         ({"add_bias_linear": True}, "its argument biases (True) must be False for a model with experts"),
     ],
 )
 def test_routers_that_no_family_here_has(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     (problem,) = problems(open_megatron, dist(tmp_path, "mixtral", **changes))
     assert text in problem
-
-
-def test_no_state_means_weights_alone(tmp_path: Path) -> None:
-    opened = open_megatron(dist(tmp_path, "llama", "none"))
-    assert opened.progress is None
-    assert "holds no state of an optimizer" in opened.notes[-1]
 
 
 def test_the_command_writes_a_run_that_goes_on(tmp_path: Path, cli: CommandLine) -> None:
@@ -231,16 +215,13 @@ def _plan_of_code(folder: Path) -> None:
     ("damage", "text"),
     [
         (_described(sharded_backend="zarr"), "its format (zarr, version 1) must be torch_dist, version 1"),
-        (_described(sharded_backend_version=2), "its format (torch_dist, version 2) must be torch_dist, version 1"),
         (lambda folder: (folder / "metadata.json").unlink(), "as with fsdp_dtensor and torch_dcp: save it again"),
         (lambda folder: (folder / "common.pt").unlink(), "must have a common.pt beside its tensors"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "must have the files of all ranks"),
         (_change_common(lambda held: held.pop("args")), "AutoBridge.export_ckpt makes a Hugging Face folder"),
         (_change_common(lambda held: held.update(checkpoint_version=2.0)), "its checkpoint_version (2.0) must be 3.0"),
-        (_change_common(lambda held: held.pop("iteration")), "must tell of a training as Megatron-LM does"),
         (_change_common(lambda held: held.update(extra=Path.cwd)), "plain values its pickle names"),
         (_change_common(lambda held: setattr(held["args"], "multi_latent_attention", True)), "must be unset: it makes"),
-        (_change_common(lambda held: setattr(held["args"], "num_layers", 3)), "as its num_layers (3), and it has 2"),
         (_change_common(lambda held: setattr(held["args"], "swiglu", False)), "no other models are imported"),
         (_plan_of_code, "by which opening it could run code; none was run"),
     ],
@@ -257,9 +238,3 @@ def test_what_a_folder_must_have(
         len(cli.refused("checkpoint", "import", folder, tmp_path / "run", "--from", "megatron").strip().splitlines())
         == 1
     )
-
-
-def test_tensors_without_a_place_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NAMES["core"], "fc2", "mlp.linear_fc3")
-    with pytest.raises(ConfigError, match=r"has decoder\.layers\.mlp\.linear_fc3\.weight, which its arguments do not"):
-        open_megatron(dist(tmp_path, "llama"))

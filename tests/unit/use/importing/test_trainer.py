@@ -17,11 +17,11 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ImportedModel, open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import ImportedModel, open_hugging_face
 from shardwise_use.importing.hugging_face_trainer import _curve_points, with_trainer_progress
 from tests.hugging_face import CASES
 from tests.sweeps import few
-from tests.unit.use.importing.checks import assert_equal, changed, problems, states_of
+from tests.unit.use.importing.checks import assert_equal, problems, states_of
 from tests.unit.use.importing.trainer_files import save
 
 
@@ -29,7 +29,7 @@ def opened(folder: Path) -> ImportedModel:
     return with_trainer_progress(open_hugging_face(Root.of(folder)), folder)
 
 
-@pytest.mark.parametrize("case", few(CASES, "llama", "gpt", "neox", "bert", "qwen3_moe", "gemma3"))
+@pytest.mark.parametrize("case", few(CASES, "llama", "bert", "qwen3_moe"))
 def test_moments_are_those_of_their_weights(tmp_path: Path, case: str) -> None:
     """Of every family, the two groups of the Trainer and a single one."""
     for groups in (2, 1):
@@ -63,8 +63,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("warmup", [0, 3, 0.25])
+@pytest.mark.parametrize(("name", "warmup"), [*zip(SCHEDULES, (0, 0, 3, 3, 0.25, 0, 3), strict=True)])
 def test_rates_are_the_trainers_at_each_step(name: str, warmup: float) -> None:
     from transformers import TrainingArguments, get_scheduler
 
@@ -80,6 +79,16 @@ def test_rates_are_the_trainers_at_each_step(name: str, warmup: float) -> None:
         assert learning_rate(settings, 12, step) == pytest.approx(wanted, rel=1e-12, abs=1e-18), f"step {step}"
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("warmup", "given"),
+    [(3, {"num_decay_steps": 6, "num_cycles": 1.0}), (10, {"num_decay_steps": 6}), (12, {"num_decay_steps": 1})],
+)
+def test_rates_that_points_cannot_tell_are_not_told(warmup: int, given: dict[str, Any]) -> None:
+    """Decays of several cycles, and a warmup that leaves less room than the decay takes: the Trainer cuts its begin."""
+    arguments = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": given}
+    assert _curve_points(arguments, 4e-3, 12) is None
 
 
 def test_keys_and_place(good: Path) -> None:
@@ -169,41 +178,17 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
     rows = {"step": 3, "exp_avg_sq_row": torch.ones(2), "exp_avg_sq_col": torch.ones(2)}
     adamw = r"must hold the state of AdamW \(exp_avg, exp_avg_sq and step\), and it holds "
     refused(rf"{adamw}exp_avg_sq_col, exp_avg_sq_row and step, of another", held | {"state": {0: rows}})
-    codes = {"step": 3, "state1": torch.ones(2, dtype=torch.uint8), "state2": torch.ones(2, dtype=torch.uint8)}
-    refused(rf"{adamw}state1, state2 and step, of another optimizer", held | {"state": {0: codes}})
     decay, vectors = held["param_groups"]
     adam = [decay | {"decoupled_weight_decay": False, "weight_decay": 0.1}, vectors]
     refused(r"must be of AdamW, and is of Adam with weight decay in its gradients", held | {"param_groups": adam})
     state = {number: kept for number, kept in held["state"].items() if number != 1}
     query = r"model.layers.0.self_attn.q_proj.weight \[32, 32\] is \[\] there"
     refused(rf"it holds 20 of 21; {query}", held | {"state": state})
-    halves = held["state"] | {1: held["state"][1] | {"exp_avg_sq": torch.ones(32, 16)}}
-    refused(rf"it holds 21 of 21; {query}", held | {"state": halves})
-    shorter = [decay | {"params": decay["params"][:-1]}, vectors]
-    refused(r"the 21 parameters of the llama model, and it holds .*; lm_head", held | {"param_groups": shorter})
     refused(
         r"as a Trainer saves it: KeyError: 'betas'",
         held | {"param_groups": [{name: decay[name] for name in ("params", "weight_decay", "eps", "lr")}, vectors]},
     )
     (saved / "trainer_state.json").write_text('{"global_step": 12, "max_steps": 9}')
     refused(r"must have a global_step \(12\) from 1 to its max_steps \(9\)")
-    (saved / "trainer_state.json").write_text("{")
-    refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read \(Expecting")
-    (saved / "trainer_state.json").write_text('{"global_step": 3, "max_steps": 9, "log_history": [{"loss": "a"}]}')
-    refused(r"as a Trainer saves it: ValueError")
     (saved / "trainer_state.json").unlink()
     refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read")
-
-
-def test_state_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
-    other = save("gpt", tmp_path / "other")
-    shutil.copy(other / "optimizer.pt", saved)
-    with pytest.raises(ConfigError, match=r"optimizer.pt must hold .* of the llama model, .* it is of another model"):
-        opened(saved)
-
-
-def test_moments_that_are_not_finite_are_refused(saved: Path, tmp_path: Path) -> None:
-    changed(saved / "optimizer.pt", lambda held: held["state"][0]["exp_avg"][0, :2].fill_(torch.nan))
-    with pytest.raises(ConfigError, match=r"exp_avg of model.embed_tokens.weight \(2\)"):
-        write_imported_checkpoint(opened(saved), Root.of(tmp_path / "ours"))
-    assert not list((tmp_path / "ours").iterdir())

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from shardwise.config import load_config
 from shardwise.config.routing import Routing
-from shardwise.distributed.mesh import Group
 from shardwise.layers.experts import choose
-from shardwise.verify import cell_training, router_choices
+from shardwise.verify import recorded_choices
 from shardwise.verify.cell_training import ReferenceTraining, train_cell, train_reference
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature
@@ -29,7 +28,7 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
     def worst(routing: Routing, scores: Tensor) -> Tensor:
         return choose(routing, -scores)
 
-    with mock.patch.object(router_choices, "choose", worst):
+    with mock.patch.object(recorded_choices, "choose", worst):
         differences, _ = train_cell(config, Cell(), tmp_path, source, tmp_path / "target")
     assert differences.choices.differing == number
     (told,) = differences.problems(Tolerance.of(config), "A")
@@ -59,22 +58,9 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
 def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
     routing: Routing, scores: list[float], wanted: list[int], is_wrong: bool
 ) -> None:
-    found = router_choices.RouterChoices({}, 1e-5)
+    found = recorded_choices.RecordedChoices({}, 1e-5)
     given = torch.tensor([scores])
     layer = mock.Mock(router=mock.Mock(routing=routing))
     found._compare(layer, given, choose(routing, given), torch.tensor([wanted]), [(("gate", 3), 5)])
     assert list(found.differing) == [(("gate", 3), 5)]
     assert bool(found.wrong) == is_wrong
-
-
-def test_ranks_that_have_the_same_token_count_it_once() -> None:
-    by_rank = [{("gate", 1): 2, ("gate", 2): 1}, {("gate", 1): 2}]
-    with mock.patch.object(router_choices.collectives, "all_gather_objects", return_value=by_rank):
-        assert router_choices._joined({}, Group()) == {("gate", 1): 2, ("gate", 2): 1}
-
-
-def test_a_dense_model_has_no_choices(tmp_path: Path) -> None:
-    recipe = load_config("llama2-tiny", ["model.num_hidden_layers=1", "train.global_batch=2"])
-    config = miniature(recipe, [Cell()], 2, has_accelerator=False)
-    cell_training.train_reference(config, Cell(), tmp_path)
-    assert ReferenceTraining.load(tmp_path).choices == {}

@@ -31,8 +31,24 @@ Recorded = Mapping[tuple[str, int], Tensor]
 """Experts `[S, k]` of the tokens of each sequence, by the canonical name of the router and the sample's number."""
 
 
+def choice_rows(number: int) -> list[tuple[str, str]]:
+    """Return rows of text on so many choices that were compared; none without choices."""
+    if not number:
+        return []
+    text = (
+        f"{number:,} choices of a token's expert; only nearly equal scores may be ordered otherwise, and such a layout "
+        "is compared with the choices of one process"
+    )
+    return [("experts", text)]
+
+
+def replayed_text(layouts: int) -> str:
+    """Return words on so many layouts that were compared with the choices of one process."""
+    return f", {layouts} of them with its choices of experts" if layouts else ""
+
+
 def train_with_choices(
-    train: Callable[[RouterChoices], _R], reference: Recorded, tolerance: float, world: Group
+    train: Callable[[RecordedChoices], _R], reference: Recorded, tolerance: float, world: Group
 ) -> tuple[_R, ChoiceDifferences]:
     """Return the result of a cell's training, repeated with the reference's choices of experts if its own differ.
 
@@ -41,12 +57,12 @@ def train_with_choices(
     Args:
         tolerance: rounding error of a score, relative to the largest score of its token.
     """
-    own_choices = RouterChoices(reference, tolerance)
+    own_choices = RecordedChoices(reference, tolerance)
     result = train(own_choices)
     differing = sum(_joined(own_choices.differing, world).values())
     if not differing:
         return result, ChoiceDifferences()
-    replayed = RouterChoices(reference, tolerance, replays=True)
+    replayed = RecordedChoices(reference, tolerance, replays=True)
     result = train(replayed)
     wrong = min(_joined(replayed.wrong, world), default=None)
     text = ""
@@ -65,7 +81,7 @@ def _joined(of_rank: dict[Any, int], world: Group) -> dict[Any, int]:
 
 
 @dataclass
-class RouterChoices:
+class RecordedChoices:
     """The experts that the routers of a verified training choose.
 
     Attributes:

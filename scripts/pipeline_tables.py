@@ -1,7 +1,8 @@
-"""The tables of docs/pipeline.md are what `cost` computes; run as a script, this writes them into the page."""
+"""The tables of docs/pipeline.md, as the estimates compute them; `scripts.write_docs` writes them into the page."""
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from shardwise.base import units
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
@@ -10,9 +11,8 @@ from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import simulate
-from tests.arch.source import ROOT
 
-PAGE = ROOT / "docs" / "pipeline.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "pipeline.md"
 WORLD = 128
 SHAPES = ((4, 8), (4, 32), (8, 64))
 
@@ -104,26 +104,11 @@ def wire() -> str:
 TABLES: dict[str, Callable[[], str]] = {"stages": stages, "schedules": schedules, "memory": memory, "wire": wire}
 
 
-def written(page: str) -> str:
-    """The page with the tables of today: each stands behind a comment that names it."""
+def page() -> str:
+    """docs/pipeline.md with the tables of today: each stands behind a comment that names it."""
+    text = PAGE.read_text(encoding="utf-8")
     for name, table in TABLES.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(?=\n(?!\|))"
-        assert re.search(pattern, page, re.DOTALL), f"the page has no table {name}"
-        page = re.sub(pattern, r"\g<1>" + table(), page, count=1, flags=re.DOTALL)
-    return page
-
-
-def test_the_tables_are_what_cost_computes() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "run `.venv/bin/python -m tests.arch.test_pipeline_page`"
-
-
-def test_zero_shares_out_state_and_nothing_else() -> None:
-    for without, with_zero in zip(needed("optimizer.zero=0"), needed("optimizer.zero=1"), strict=True):
-        assert with_zero.optimizer * 4 == without.optimizer
-        rest = [(kind, size) for kind, size in without.rows() if kind != "optimizer"]
-        assert rest == [(kind, size) for kind, size in with_zero.rows() if kind != "optimizer"]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        assert re.search(pattern, text, re.DOTALL), f"the page has no table {name}"
+        text = re.sub(pattern, r"\g<1>" + table(), text, count=1, flags=re.DOTALL)
+    return text

@@ -1,4 +1,4 @@
-"""The experts of sparse blocks in a folder: fused tensors as those of single experts, and what a model lacks."""
+"""Weights that a block has once for each expert: fused tensors as single ones, and those that a folder lacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_MLP = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp|block_sparse_moe)\.")
 _FIX = "save the model with one tensor for each expert, as transformers does by default"
 
 
-def unfused_experts(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def single_weights(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Name → tensor of a Hugging Face folder, where each fused tensor is replaced by the weights of single experts.
 
     With `save_original_format=False`, transformers 5 writes the experts of a block as `experts.gate_up_proj`
@@ -87,7 +87,7 @@ def _require_orientation(folder: Root, layer: str, gate_up: tuple[int, ...], dow
         )
 
 
-def differing_expert_blocks(
+def differing_blocks(
     where: str, needed: Iterable[str], stored: Iterable[str]
 ) -> tuple[list[str], Callable[[str], bool]]:
     """The ways in which the experts of a folder are not the model's, and a rule for the names that they explain.

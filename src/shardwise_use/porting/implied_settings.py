@@ -1,0 +1,127 @@
+"""What a program does where its file leaves settings out, if that depends on others in the file.
+
+Sources: DeepSpeed 0.19.8 (`runtime/lr_schedules.py`, `runtime/engine.py`, `runtime/zero/muon/original_muon.py`),
+Megatron-LM of Megatron Core 0.20 (`training/config/training_config.py`, `training/arguments.py`), transformers 5.24
+(`optimization.py`), trl 1.16 (`trainer/sft_config.py`), axolotl 0.19 (`core/builders/base.py`), litgpt 0.5.13
+(`pretrain.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwise.base.parsing import json_value
+
+_SCHEDULE = "scheduler.params."
+_RULE = "optimizer.params."
+_KWARGS = "lr_scheduler_kwargs"
+_PEAK = f"{_SCHEDULE}warmup_max_lr"
+_OF_TRL = frozenset(
+    ("assistant_only_loss", "completion_only_loss", "dataset_text_field", "eval_packing", "packing", "packing_strategy")
+)
+"""Names of trl's SFTConfig, whose defaults are not those of the Trainer's arguments."""
+
+
+def implied_settings(program: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that others of the file imply, where it has none."""
+    rules = _RULES.get(program)
+    return rules(settings) if rules else {}
+
+
+def with_scheduler_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which arguments of a Trainer's schedule, as the JSON text of a command line, stand by their names."""
+    text = settings.get(_KWARGS)
+    try:
+        values = json_value(text) if isinstance(text, str) else text
+    except ValueError:
+        return settings
+    if not isinstance(values, dict):
+        return settings
+    return {
+        **{name: value for name, value in settings.items() if name != _KWARGS},
+        **{f"{_KWARGS}.{name}": value for name, value in values.items()},
+    }
+
+
+def with_scheduler_first(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of DeepSpeed in the order in which they count: a schedule sets the rates of its optimizer anew."""
+    first = [name for name in (_PEAK, f"{_RULE}muon_lr") if settings.get(name, "auto") != "auto"]
+    return {**{name: settings[name] for name in first}, **settings}
+
+
+def _of_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    schedule = str(settings.get("scheduler.type")).lower()
+    rule = str(settings.get("optimizer.type")).lower()
+    implied: dict[str, Any] = {}
+    if schedule == "warmupdecaylr":
+        implied[_PEAK] = 0.001  # whatever the optimizer's rate is
+    if schedule in ("warmuplr", "warmupdecaylr", "warmupcosinelr"):
+        implied |= {f"{_SCHEDULE}warmup_num_steps": 1000, f"{_SCHEDULE}warmup_type": "log"}
+    if schedule == "warmupcosinelr":
+        implied[f"{_SCHEDULE}cos_min_ratio"] = 0.0001
+    if rule in ("adam", "adamw", "lamb", "muon") and not settings.get(f"{_RULE}torch_adam"):
+        implied[f"{_RULE}weight_decay"] = 0.0
+    if rule == "muon":
+        rate = settings.get(f"{_RULE}lr")
+        implied |= {f"{_RULE}muon_lr": rate or 0.02, f"{_RULE}adam_lr": rate or 3e-4}
+        implied |= {f"{_RULE}betas": [0.9, 0.95], f"{_RULE}eps": 1e-10}
+    implied = _left_out(implied, settings)
+    peak = settings.get(_PEAK, implied.get(_PEAK, "auto"))
+    if rule == "muon" and peak != "auto":
+        implied[f"{_RULE}adam_lr"] = peak  # the schedule sets the rate of all parameters
+    return implied
+
+
+def _of_megatron(settings: Mapping[str, Any]) -> dict[str, Any]:
+    implied: dict[str, Any] = {}
+    if settings.get("lr_decay_style") == "WSD":
+        implied["lr_wsd_decay_style"] = "exponential"
+    if str(settings.get("optimizer")).endswith("muon"):
+        implied |= {"muon_momentum": 0.9, "muon_nesterov": False, "muon_scale_mode": "spectral"}
+        if settings.get("muon_scale_mode", "spectral") == "spectral":
+            implied["muon_extra_scale_factor"] = 1.0
+    return _left_out(implied, settings)
+
+
+def _of_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    implied: dict[str, Any] = {}
+    if settings.get("lr_scheduler_type") == "warmup_stable_decay":
+        implied[f"{_KWARGS}.decay_type"] = "cosine"
+    if _OF_TRL & settings.keys():
+        implied |= {"learning_rate": 2e-5, "gradient_checkpointing": True, "logging_steps": 10, "max_length": 1024}
+        implied |= {} if settings.get("fp16") else {"bf16": True}
+    return _left_out(implied, settings)
+
+
+def _of_axolotl(settings: Mapping[str, Any]) -> dict[str, Any]:
+    implied: dict[str, Any] = {}
+    steps = settings.get("max_steps")
+    if isinstance(steps, int) and "warmup_ratio" not in settings:
+        implied["warmup_steps"] = min(int(0.03 * steps), 100)
+    implied = _left_out(implied, settings)
+    if settings.get("bf16", "auto") == "auto" and not settings.get("fp16"):
+        implied["bf16"] = True  # as on each GPU since Ampere
+    return implied
+
+
+def _of_litgpt(settings: Mapping[str, Any]) -> dict[str, Any]:
+    implied: dict[str, Any] = {"precision": "bf16-mixed", "optimizer.init_args.lr": 0.001}
+    implied["optimizer.init_args.weight_decay"] = 0.01
+    if "train.max_tokens" in settings:
+        implied |= {"train.global_batch_size": 512, "train.micro_batch_size": 4, "train.max_norm": 1.0}
+        implied |= {"train.min_lr": 4e-5, "train.lr_warmup_steps": 2000, "seed": 42}
+    return _left_out(implied, settings)
+
+
+def _left_out(implied: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in implied.items() if settings.get(name) is None}
+
+
+_RULES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "deepspeed": _of_deepspeed,
+    "megatron": _of_megatron,
+    "hf": _of_trainer,
+    "axolotl": _of_axolotl,
+    "litgpt": _of_litgpt,
+}
