@@ -103,7 +103,7 @@ def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | Non
 
 
 def job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
-    """Divide the time of a submitted job: the share in which steps were taken that are in the result, and the losses.
+    """Divide the time of a cluster's job: the share in which steps were taken that are in the result, and the losses.
 
     A step that is done again counts once. Between the starts the job waits in the queue, which is not counted.
 

@@ -246,7 +246,7 @@ class Allocation:
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
-    """Read the machines of this job of SLURM from its environment; ConfigError: this process belongs to none."""
+    """Read from its environment which machines SLURM gave this job; ConfigError: this process belongs to none."""
     from shardwise.launch.external_launchers import first_name
 
     if "SLURM_JOB_ID" not in variables:
@@ -262,8 +262,8 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
     )
 
 
-def device_memory(kind: str) -> int | None:
-    """Bytes of an accelerator by SLURM's name of its type, such as `h100`; None where several sizes were sold."""
+def slurm_device_memory(kind: str) -> int | None:
+    """Bytes of an accelerator that SLURM calls by a type such as `h100`; None where several sizes were sold."""
     gigabytes = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
     size = gigabytes.get(kind.lower())
     return None if size is None else size * 10**9

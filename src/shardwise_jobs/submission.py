@@ -22,7 +22,7 @@ from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
-from shardwise_jobs.slurm_commands import device_memory
+from shardwise_jobs.slurm_commands import slurm_device_memory
 
 RECIPE = "recipe.yaml"
 SCRIPT = "job.sh"
@@ -198,7 +198,7 @@ def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | 
 def _device_memory(gres: str | None) -> int | None:
     """Return the bytes of the device that SLURM's resources name, such as gpu:h100:8; None if they name none."""
     kind = (gres or "").split(":")
-    return device_memory(kind[1]) if len(kind) == 3 else None
+    return slurm_device_memory(kind[1]) if len(kind) == 3 else None
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:

@@ -82,9 +82,9 @@ def _typical_seconds(
     devices.synchronize(device)
     seconds: list[float] = []
     while len(seconds) < least or sum(seconds) < most:
-        start = devices.mark(device)
+        start = devices.mark_time(device)
         call()
-        end = devices.mark(device)
+        end = devices.mark_time(device)
         devices.synchronize(device)
         seconds.append(devices.seconds_between(start, end))
         if sum(seconds) > 10 * most and len(seconds) > 1:

@@ -121,7 +121,7 @@ class LinkedRanks:
 
 
 def linked_ranks(ranks: int, stride: int, per_node: int) -> LinkedRanks:
-    """Return the ranks of a predicted collective: `stride` apart, on nodes with `per_node` of them."""
+    """Return the ranks of a collective whose time is predicted: `stride` apart, on nodes with `per_node` of them."""
     return LinkedRanks(ranks, min(ranks, max(1, per_node // stride)))
 
 

@@ -91,7 +91,7 @@ def step_duration(seconds: float) -> str:
 
 
 def too_large_text(needed: float, memory: float, device: str) -> str:
-    """The message where the planned memory of a rank exceeds that of its device."""
+    """The planner's message where the predicted memory of a rank exceeds that of its device."""
     return (
         f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
         f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "

@@ -193,7 +193,7 @@ class _Uncached:
 
 @contextmanager
 def token_by_token(model: nn.Module) -> Iterator[None]:
-    """Generate text inside token by token, without sequence and context parallelism: one token cannot be cut."""
+    """Generate text of a trained model token by token inside, without sequence and context parallelism."""
     switches = [
         (module, name)
         for module in model.modules()

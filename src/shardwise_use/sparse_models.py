@@ -53,7 +53,7 @@ def without_number(name: str) -> tuple[str, int | None]:
 
 
 def place_in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The fused parameter of transformers 5 that has an expert's weight: a name, its shape so far, the weight's place.
+    """The parameter by which a sparse model of transformers 5 has an expert's weight: name, shape so far, its place.
 
     The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
     """

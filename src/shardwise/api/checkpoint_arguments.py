@@ -38,9 +38,10 @@ _MOST_STEPS = 10**18
 
 
 def mesh_of(mesh: Mesh | None) -> Mesh:
-    """The mesh of a program's call; None: data parallelism alone over the present world. Collective where that is new.
+    """The `mesh` that a program gives with a checkpoint; None: data parallelism alone over the present world.
 
-    A process group and its sockets stay until the process ends, so a world has one mesh for all calls.
+    A process group and its sockets stay until the process ends, so a world has one mesh for all calls. Collective where
+    that mesh is new.
 
     Raises:
         ConfigError: it is no mesh.
@@ -130,7 +131,7 @@ def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh)
 
 
 def require_loadable(model: object, optimizer: object | None, mesh: Mesh) -> None:
-    """Raise ConfigError, with every problem, for arguments of a program into which no checkpoint can be loaded."""
+    """Raise ConfigError, with every problem, if a program calls for a checkpoint with arguments that cannot take it."""
     if problems := _problems(model, optimizer, mesh, needs_optimizer=False):
         raise ConfigError(problems)
 

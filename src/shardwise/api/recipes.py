@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, load_config_of_program
+from shardwise.config import Config, load_config_with_values
 
 
 def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config, /, **overrides: Any) -> Config:
@@ -36,4 +36,4 @@ def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config, /, 
         recipe = recipe.model_dump(mode="json", exclude_unset=True)
     if not isinstance(recipe, Mapping | str | os.PathLike):
         raise ConfigError(f"recipe ({recipe!r}) must be a recipe's name, a YAML file or a mapping of sections")
-    return load_config_of_program(recipe if isinstance(recipe, Mapping) else str(os.fspath(recipe)), overrides)
+    return load_config_with_values(recipe if isinstance(recipe, Mapping) else str(os.fspath(recipe)), overrides)

@@ -163,7 +163,7 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The texts of errors on counts, by name, that are no whole number of at least 1; numpy's numbers are valid."""
+    """The messages of a ConfigError for counts, by name, that are no whole number of at least 1; numpy's are valid."""
     # Costly for every command.
     from numbers import Integral
 
@@ -175,26 +175,26 @@ def count_problems(values: Mapping[str, object]) -> list[str]:
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
-    """The valid numbers nearest to a wrong `value`, for an error: the closest at or below it, the closest above it."""
+    """The valid numbers nearest to a wrong `value`, for an error's message: the closest at or below and above it."""
     numbers = sorted(set(valid))
     place = bisect_right(numbers, value)
     return numbers[max(place - 1, 0) : place + 1]
 
 
 def divisors(number: int) -> set[int]:
-    """All divisors of a number above 0, of which errors name the nearest; in as many steps as its square root."""
+    """All divisors of a number above 0, of which errors' messages name the nearest; in as many steps as its root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return {*small, *(number // n for n in small)}
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:
-    """The closest positive multiples of `step` around a wrong `value`, for an error."""
+    """The closest positive multiples of `step` around a wrong `value`, for an error's message."""
     below = value // step * step
     return [number for number in (below, below + step) if number > 0]
 
 
 def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name that is most similar to an unknown `name`, for an error; None if none is similar."""
+    """The valid name that is most similar to an unknown `name`, for an error's message; None if none is similar."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 

@@ -305,7 +305,7 @@ def free_bytes(path: Path) -> int:
 
 
 def cache_root(chosen: Path | None = None) -> Path:
-    """The folder for files that can be made again: `chosen`, else $SHARDWISE_CACHE, else shardwise under ~/.cache."""
+    """The path of the user's cache folder: `chosen`, else $SHARDWISE_CACHE, else shardwise under ~/.cache."""
     if chosen is not None:
         return chosen
     if cache := os.environ.get("SHARDWISE_CACHE"):

@@ -329,5 +329,5 @@ def _refusal(error: Exception, files: HubFiles) -> str:
 
 
 def holds_tokenizer(names: Collection[str]) -> bool:
-    """True if a repository on the hub, or its copy, with files of these names holds a tokenizer."""
+    """True if a repository of Hugging Face's hub, or its copy, has a tokenizer among files of these names."""
     return any(set(kind) <= set(names) for kind in TOKENIZERS)

@@ -64,7 +64,7 @@ Owners = dict[int, DeviceProcess]
 
 
 def devices_of_machine(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> DeviceList:
-    """Return this machine's accelerators, with the runs that use them; its CPU if there is none."""
+    """Detect the accelerators of this machine, with the runs whose ranks use them; the CPU if there is none."""
     found_devices = DeviceList()
     # dxg is the GPU of Windows, in WSL.
     if any(dev.glob("nvidia*")) or (dev / "dxg").exists():

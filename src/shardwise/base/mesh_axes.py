@@ -92,7 +92,7 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
 
 
 def degree_keys_text(degrees: Mapping[str, int]) -> str:
-    """The keys of the degrees with their values, without the outermost ones that are 1.
+    """The keys of the mesh's axes with their degrees, without the outermost axes that have degree 1.
 
     An example is `parallel.tensor × parallel.context (2 × 4 = 8)`.
     """

@@ -236,7 +236,7 @@ _DEEPEST = 20
 
 
 def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested YAML mapping, such as a configuration, by dotted keys."""
+    """The values of a parsed YAML mapping by dotted keys, such as those of a configuration."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:

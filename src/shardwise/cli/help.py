@@ -113,7 +113,7 @@ def _filled(paragraph: str, width: int, indent: str = "") -> str:
 
 
 def count(text: str) -> int:
-    """The type, for argparse, of options of the command line that count: a whole number of at least 1."""
+    """The argparse type of a command's options that count: a whole number of at least 1."""
     # Costly to import, which a list of the commands does without.
     from shardwise.base.parsing import whole_number
 

@@ -12,7 +12,7 @@ from shardwise.config.load import (
     checked_model_section,
     config_from_sections,
     load_config,
-    load_config_of_program,
+    load_config_with_values,
 )
 from shardwise.config.model import ModelConfig, UserModelConfig, family_config, weight_names
 from shardwise.config.optimizer import Frequency, OptimizerConfig
@@ -58,7 +58,7 @@ __all__ = [
     "Schedule", "TrainConfig", "UserModelConfig", "apply_overrides", "changed_size_stages", "check_changes",
     "check_layout", "checked_data_section", "checked_model_section", "config_from_sections", "data_position_after",
     "family_config", "fixed_changes", "kept_batch", "kept_batch_note", "largest_size_stage", "load_config",
-    "load_config_of_program", "names_chat", "recipe_name", "recipe_names", "recipe_text", "require_data",
+    "load_config_with_values", "names_chat", "recipe_name", "recipe_names", "recipe_text", "require_data",
     "resume_changes", "resume_problems", "samples_between", "size_stage_after", "size_stage_of_step",
     "size_stages_of", "tokens_of_run", "values_at_step", "weight_names",
 ]  # fmt: skip

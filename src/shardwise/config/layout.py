@@ -182,7 +182,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage of a `Layout`: consecutive blocks; the first also has the embedding, the last one the head.
+    """A pipeline stage of a configured layout: consecutive blocks; the first has the embedding too, the last the head.
 
     Attributes:
         index: number of the stage from 0, in the order of the model.

@@ -44,8 +44,8 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, cached: bool = Fa
     return config_from_sections(values, problems, typed=typed)
 
 
-def load_config_of_program(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """Load a recipe with overrides that are values, as programs give them, by dotted keys or by sections with keys.
+def load_config_with_values(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """Load the configuration of a recipe with overrides that are values of Python, by dotted keys or by sections.
 
     Raises:
         ConfigError: as `load_config`.

@@ -102,7 +102,7 @@ def family_config(model: ModelConfig) -> FamilyConfig | None:
 
 
 def weight_names(family: str) -> WeightNames:
-    """Return the names of weights of a value of `model.family`; a class of the user's has its own names alone."""
+    """Return the weights' names for a value of the key `model.family`; a user's class has its own names alone."""
     if family not in FAMILIES:
         return WeightNames()
     return FAMILIES[family].weight_names

@@ -32,7 +32,7 @@ def _whole_rounds(p: int, m: int) -> str | None:
 
 
 def rounds_of_step(p: int, m: int) -> int:
-    """Return the number of rounds that an interleaved schedule specifies for a step.
+    """Return the rounds of a step by the specification of interleaved schedules.
 
     A round takes its micro-batches through all stages of a rank, one stage after the other. Rounds are equal, and each
     has at least p micro-batches; fewer than p micro-batches are one round.

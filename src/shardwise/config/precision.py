@@ -17,7 +17,7 @@ Matmul = Literal["fp8"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run, resolved from the section `precision`.
+    """The dtypes to which the section `precision` of a configuration resolves.
 
     Attributes:
         parameter: dtype of parameters, activations and matmuls.

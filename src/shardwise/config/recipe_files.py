@@ -99,7 +99,7 @@ def own_data(recipe: str) -> str:
 
 
 def carried_comments(recipe: str, config: Config) -> str:
-    """The comments that a recipe made of another needs too: on what is kept, and on data if none are named."""
+    """The comments of a recipe's file that one made of it needs too: on what is kept, and on data if none are named."""
     text = recipe_text(recipe)
     keys = parse_yaml(text, recipe)
     comments: list[str] = []

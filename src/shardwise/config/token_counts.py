@@ -30,7 +30,7 @@ def parse_tokens(text: object) -> int | None:
 
 
 def tokens_text(tokens: int) -> str:
-    """The text of which `parse_tokens` makes a number of tokens: `300B`."""
+    """The text by which a key takes a number of tokens, such as `300B`."""
     suffix = next((suffix for suffix in "TBM" if tokens >= _TOKEN_POWERS[suffix]), "k")
     return str(tokens / _TOKEN_POWERS[suffix]).removesuffix(".0") + suffix
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.distributed.devices import mark
+from shardwise.distributed.devices import mark_time
 from shardwise.distributed.mesh import Group, narrows, sends_to_all
 from shardwise.distributed.torch_private import (
     traced_all_gather,
@@ -44,11 +44,11 @@ def _call(group: Group, operation: Callable[_P, _R], /, *args: _P.args, **kwargs
     spans = group.meter.spans
     if spans is None:
         return operation(*args, **kwargs)
-    start = mark(group.message_device)
+    start = mark_time(group.message_device)
     try:
         return operation(*args, **kwargs)
     finally:
-        spans.append((start, mark(group.message_device)))
+        spans.append((start, mark_time(group.message_device)))
 
 
 def check_divides(tensor: Tensor, dim: int, group: Group) -> None:
@@ -95,7 +95,7 @@ class Pending:
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """Return the sum of `[n, …]` over dim 0, as a reduction over ranks adds n parts in a tree; n is a power of two.
+    """Return the sum of `[n, …]` over dim 0 as a collective adds the parts of n ranks: in a tree; n is a power of two.
 
     The sum of each aligned run of 2^k parts is a node of this tree: ranks that hold such runs can add up theirs alone,
     and the result is the same to the last bit for any number of ranks.
@@ -533,13 +533,13 @@ def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
     return _apply("scatter_sum", x, group)
 
 
-def enter_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """The collective before a layer whose ranks each use all of x: `gather_sequence` or `copy_to_group`."""
+def gather_or_copy(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
+    """Apply `gather_sequence` or `copy_to_group`, the collective before a layer whose ranks each use all of x."""
     return _apply("gather" if sequence_parallel else "copy", x, group)
 
 
-def leave_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """The collective after a layer, whose ranks have parts of a sum: `scatter_sum_sequence` or `reduce_from_group`."""
+def scatter_or_reduce(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
+    """Apply `scatter_sum_sequence` or `reduce_from_group`, the collective after a layer that leaves partial sums."""
     return _apply("scatter_sum" if sequence_parallel else "reduce", x, group)
 
 
@@ -587,6 +587,6 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
 
 
 def raise_on_all_ranks(problems: list[str], group: Group) -> None:
-    """All-gather the problems of a group's ranks, and raise them on every rank as one ConfigError, or none."""
+    """Collective: gather the problems of a group's ranks, and raise them on every rank as one ConfigError, or none."""
     if all_problems := union(problems, group):
         raise ConfigError(all_problems)

@@ -256,8 +256,8 @@ def captured_call(device: torch.device) -> CapturedCall | None:
     return CapturedCall() if device.type == "cuda" else None
 
 
-def least_flex_width(device: torch.device) -> int:
-    """The least width of a head that a device's kernels for FlexAttention take."""
+def least_flex_head_width(device: torch.device) -> int:
+    """The least width of a head that the kernels of a device take, those of FlexAttention."""
     return 16 if device.type == "cuda" else 1
 
 
@@ -294,8 +294,8 @@ Mark: TypeAlias = float | torch.Event
 """A time by `time.perf_counter`, or an event in an accelerator's stream."""
 
 
-def mark(device: torch.device) -> Mark:
-    """Mark a device's time: on an accelerator, the time when it has done the work that is queued so far."""
+def mark_time(device: torch.device) -> Mark:
+    """Mark the time of a device: on an accelerator, the time when it has done the work that is queued so far."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)

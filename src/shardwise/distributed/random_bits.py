@@ -1,7 +1,7 @@
 """Random numbers that are functions of what they are for, not of a generator's history: the same on every device.
 
 Two kinds: 64 bits by SplitMix64 (Steele, Lea and Flood 2014, section 3), whose number i of the stream with seed s is
-`mixed(s + i · INCREMENT)` modulo 2^64; and 32 bits by `scramble_`, in a third of the time on a CPU.
+`splitmix64(s + i · INCREMENT)` modulo 2^64; and 32 bits by `scramble_`, in a third of the time on a CPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def hashed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def mixed(x: Tensor) -> Tensor:
-    """SplitMix64's number for each 64-bit state; the argument stays as it is."""
+def splitmix64(x: Tensor) -> Tensor:
+    """The random bits of SplitMix64 for each 64-bit state; the argument stays as it is."""
     x = x + INCREMENT
     shifted = torch.empty_like(x)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):

@@ -299,7 +299,7 @@ def load_reading_transfers(workload: RankWorkload) -> Transfer:
 
 
 def feed_forward_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
-    """The experts of a model as a row of a dry run; none for a dense model."""
+    """The experts of a model as a row beside the estimates of a dry run; none for a dense model."""
     rule = model.any_routing
     if rule is None:
         return []

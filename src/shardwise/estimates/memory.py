@@ -111,7 +111,7 @@ def expected_memory(
 
 
 def memory_stand_in(config: Config, own_shapes: OwnShapes, accelerator: bool) -> Config:
-    """Return `config` with a Llama in place of the user's own model, for which the memory estimates are the same."""
+    """Return `config` with a Llama that has the memory estimate of the user's own model, which it replaces."""
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
     memory = expected_memory(alone.model_copy(update={"model": own_shapes.like}), Layout(1), accelerator)
     assert memory is not None, "the shapes of a family are known"
@@ -121,7 +121,7 @@ def memory_stand_in(config: Config, own_shapes: OwnShapes, accelerator: bool) ->
 
 
 def neediest_stage(stages: Sequence[Config], layout: Layout, accelerator: bool = False) -> Config:
-    """Return the stage of a run that needs most memory; of a model of your own that with the largest micro-batches."""
+    """Return the stage with the largest memory estimate; of a model of your own that with the largest micro-batches."""
     if len(stages) == 1:
         return stages[0]
 

@@ -101,7 +101,7 @@ def _interface_variables(address: str, variables: Mapping[str, str] = os.environ
 
 
 class LauncherConnection:
-    """The connection of a node's launcher to the supervisor; `ended`: reason for which the launcher must end."""
+    """The launcher's end of a node's connection to the supervisor; `ended`: reason for which the launcher must end."""
 
     def __init__(self, node: Node, beat: Callable[[], Mapping[str, Any]]) -> None:
         """Args: beat: function that returns the facts to send every second."""

@@ -38,7 +38,7 @@ _ONE_REQUEST_SECONDS = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A request to stop ends this process at once; the text names its signal."""
+    """Raised by the handler of stop requests that ends a process at once; the text names the signal."""
 
 
 class Requests:
@@ -106,7 +106,7 @@ def requested(run_path: Path | str | None) -> str | None:
 
 
 def make_stop_check(run: Path) -> Callable[[], str | None]:
-    """Return a function that returns the reason of a training's rank to stop, or None.
+    """Return a function that looks for requests to stop on a rank, and returns the reason, or None.
 
     On each machine one rank looks for a request in the run's folder; the other ranks notice only signals. A look at a
     network disk by every rank in every step would load its server.

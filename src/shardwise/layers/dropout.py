@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwise.config import DropoutMode
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group, Ranks
-from shardwise.distributed.random_bits import INCREMENT, hashed, mixed
+from shardwise.distributed.random_bits import INCREMENT, hashed, splitmix64
 from shardwise.layers.arguments import sharing_group
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
@@ -65,17 +65,17 @@ class _Masks:
             # A device that hashes in 32 bits would draw other masks, or none: the host draws them.
             rows, columns = rows.cpu(), columns.cpu()
         samples_B = self.samples_B.to(rows.device)
-        stream_B1 = mixed(samples_B ^ self.stream(place, rows.device)).unsqueeze(1)
+        stream_B1 = splitmix64(samples_B ^ self.stream(place, rows.device)).unsqueeze(1)
         # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
         # The compiler makes one kernel, which holds nothing between its operations: there are no chunks to cut.
         if torch.compiler.is_compiling():
-            return mixed(stream_B1 + (rows.view(-1, 1, 1) * width + columns) * INCREMENT) >= threshold
+            return splitmix64(stream_B1 + (rows.view(-1, 1, 1) * width + columns) * INCREMENT) >= threshold
         keep = torch.empty((len(rows), len(samples_B), len(columns)), dtype=torch.bool, device=rows.device)
         chunk = max(1, MASK_CHUNK_ELEMENTS // (len(samples_B) * len(columns)))
         for start in range(0, len(rows), chunk):
             elements = rows[start : start + chunk].view(-1, 1, 1) * width + columns
-            torch.ge(mixed(stream_B1 + elements * INCREMENT), threshold, out=keep[start : start + chunk])
+            torch.ge(splitmix64(stream_B1 + elements * INCREMENT), threshold, out=keep[start : start + chunk])
         return keep.to(device)
 
     def stream(self, place: Place, device: torch.device) -> Tensor:

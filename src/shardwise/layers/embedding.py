@@ -89,7 +89,7 @@ class ParallelEmbedding(placement.PlacedModule):
         rows = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight, padding)
         # Exactly one rank has another value than 0 for each id, so that the sum rounds nothing.
         rows = rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        return collectives.leave_layer(rows, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        return collectives.scatter_or_reduce(rows, self.group, sequence_parallel=self.sequence_parallel_enabled)
 
     def _check(self, ids: Tensor) -> None:
         """Refuse ids that no rank holds, as `F.embedding` does."""
@@ -214,7 +214,7 @@ class ParallelLMHead(placement.PlacedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
-        entered = collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        entered = collectives.gather_or_copy(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
         # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(self._multiply(entered), self.group)[..., : self.vocab_size]
 
@@ -313,7 +313,7 @@ class ParallelLMHead(placement.PlacedModule):
 
 
 def add_head_leaf(parameter: nn.Parameter) -> Tensor:
-    """Give a placed embedding weight a leaf with its own gradient, by which the output head uses it.
+    """Give the weight of an embedding layer a leaf with its own gradient, by which the output head uses it.
 
     Over a pipeline the embedding and the head are on two ranks, whose gradients are added once a step. With a leaf,
     they are added in the same order where one rank has both.

@@ -195,8 +195,8 @@ class Experts(placement.PlacedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, experts, scores, logits = self.router(x.flatten(0, -2))
-        x = collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
-        weights = collectives.enter_layer(weights, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        x = collectives.gather_or_copy(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        weights = collectives.gather_or_copy(weights, self.group, sequence_parallel=self.sequence_parallel_enabled)
         if self.sequence_parallel_enabled:
             experts = collectives.all_gather(experts, self.group)
         values = None
@@ -207,7 +207,7 @@ class Experts(placement.PlacedModule):
         y = self._sum(x.flatten(0, -2), weights, experts, counts)
         if y.requires_grad:
             y.register_hook(partial(self._add_totals, counts, sums))
-        return collectives.leave_layer(y.view_as(x), self.group, sequence_parallel=self.sequence_parallel_enabled)
+        return collectives.scatter_or_reduce(y.view_as(x), self.group, sequence_parallel=self.sequence_parallel_enabled)
 
     def _add_totals(self, counts: Tensor, sums: Tensor, _gradient: Tensor) -> None:
         """Add the counts and sums of a forward pass in its backward pass: recompute repeats a forward pass."""

@@ -212,7 +212,7 @@ class _ColumnParallel(placement.PlacedModule):
                 is_cut = self.sequence_parallel_enabled
                 arguments = (x, self.weight, self.bias, self.group, overlap)
                 return gather_and_multiply(*arguments, sequence_parallel=is_cut, regathers=regathers)
-        entered = collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        entered = collectives.gather_or_copy(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
         return _product(self, entered, self.bias)
 
     def _regathers(self, x: Tensor) -> bool:
@@ -510,7 +510,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         products = [(x, layer.weight) for layer, x in terms]
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
-        y = collectives.leave_layer(first._products(terms), first.group, sequence_parallel=sequence_parallel)
+        y = collectives.scatter_or_reduce(first._products(terms), first.group, sequence_parallel=sequence_parallel)
     # Biases are added after the sum: before it, each rank would add them.
     for layer, _ in terms:
         if layer.bias is not None:

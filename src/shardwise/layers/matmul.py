@@ -438,7 +438,7 @@ def let_products_add(weights: Iterable[nn.Parameter], *, in_place: bool = True) 
 
 
 def add_without_cast(weights: Iterable[nn.Parameter]) -> None:
-    """Let backward passes add products that are gradients of these weights to sums in another dtype without a cast.
+    """Let backward passes add matrix products to the gradients of these weights in another dtype without a cast.
 
     Each weight must be used once in a backward pass: the gradients of several uses would be added in their own dtype.
     """

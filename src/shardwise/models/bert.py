@@ -109,7 +109,7 @@ class Heads(nn.Module):
 
     def enter(self, x: Tensor) -> Tensor:
         """The encoder's output, which may be cut along the sequence → the whole, `[S, B, H]`, on every rank."""
-        return collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel)
+        return collectives.gather_or_copy(x, self.group, sequence_parallel=self.sequence_parallel)
 
     def predictions(self, rows: Tensor) -> Tensor:
         """Return the input of the decoder, `norm(act(transform(rows)))`; rows `[…, H]` as `enter` returns them."""

@@ -278,7 +278,7 @@ class LayerFactory:
 
 @dataclass(frozen=True)
 class BlockContext:
-    """Inputs that all blocks of a model share in one forward pass.
+    """Inputs that all transformer blocks of a model share in one forward pass.
 
     Attributes:
         dropout: the step's key; None: no dropout.

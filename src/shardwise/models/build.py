@@ -18,6 +18,8 @@ from shardwise.config import (
     GPTConfig,
     GPTNeoXConfig,
     Layout,
+    ModelConfig,
+    OptimizerConfig,
 )
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import ExpertRanks, Group, Mesh
@@ -105,7 +107,7 @@ def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
 
 
 def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
-    """Build a model's objectives of routers from its configuration; None if there are none."""
+    """Build the objectives of a model's routers as its configuration names them; None if there are none."""
     coefficients: dict[str, Any] = {**config.optimizer.router_losses}
     if not coefficients or config.model.is_own:
         return None
@@ -125,7 +127,7 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
 
 
 class StepTotals(Protocol):
-    """Numbers that a rank adds up between logged steps, such as losses by source and loads of experts."""
+    """Totals of a model's steps, added up on a rank between logged ones: losses by source, loads of experts."""
 
     def take(self) -> Tensor:
         """Return the totals of all ranks, and begin anew. Collective."""
@@ -134,22 +136,19 @@ class StepTotals(Protocol):
         """Return the record of these totals, at a place in the order of the data."""
 
 
-def step_totals(model: nn.Module, config: Config, mesh: Mesh) -> list[StepTotals]:
-    """Return what the layers of a built model add up between logged steps, the same on all ranks."""
-    if not config.may_have_experts:
-        return []
+def step_totals(model: nn.Module, family: ModelConfig, mesh: Mesh) -> list[StepTotals]:
+    """Return the totals that a built model adds up between logged steps, the same on all ranks."""
     from shardwise.layers.expert_totals import ExpertTotals
 
-    totals = ExpertTotals.of(model, config.model, mesh)
+    totals = ExpertTotals.of(model, family, mesh)
     return [] if totals is None else [totals]
 
 
-def add_step_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: Mesh) -> None:
+def add_step_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, settings: OptimizerConfig, mesh: Mesh) -> None:
     """Let each step of an optimizer update what no gradient does in a built model."""
-    if config.may_have_experts:
-        from shardwise.layers.experts import balance_experts
+    from shardwise.layers.experts import balance_experts
 
-        balance_experts(model, optimizer, mesh.replicas, config.optimizer.router_bias_rate)
+    balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
 
 
 def model_adds_products(config: Config, device: torch.device) -> bool:
@@ -164,7 +163,7 @@ def model_adds_products(config: Config, device: torch.device) -> bool:
 
 
 def model_adds_products_in_graphs(config: Config, device: torch.device) -> bool:
-    """True if a model's compiled blocks are built to add products to gradients, which one graph takes as inputs.
+    """True if a model is built with compiled blocks that add products to gradients, which one graph takes as inputs.
 
     With ZeRO-2 and 3 gradients have no memory before the first one of a step.
     """

@@ -32,7 +32,7 @@ Gate: TypeAlias = Literal["silu", "gelu_tanh"]
 
 
 def gated(gate_up: Tensor, act: Gate) -> Tensor:
-    """Return an MLP's `act(gate) · up` (arXiv:2002.05202) of `[…, 2F]`, the gate first → `[…, F]`, in few passes.
+    """Return `act(gate) · up` of a Llama's MLP (arXiv:2002.05202), `[…, 2F]`, the gate first → `[…, F]`, in few passes.
 
     Only the input is kept for the backward pass. The bits are those of single operations.
     """

@@ -191,7 +191,7 @@ class AttentionMask:
             return self.pieces(keys)
         if is_fused and self._is_by_document(like, keys, head_dim):
             return self.by_document(keys, is_compiled=is_compiled)
-        has_kernel = is_fused and not is_cached and head_dim >= devices.least_flex_width(like.device)
+        has_kernel = is_fused and not is_cached and head_dim >= devices.least_flex_head_width(like.device)
         if has_kernel and (is_compiled or keys >= LONG):
             return BlocksMask(self.blocks(keys, like.device))
         return self.dense(keys, like.dtype, like.device)

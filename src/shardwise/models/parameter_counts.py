@@ -29,7 +29,7 @@ Per = Literal["token", "prediction", "sequence"]
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths of a model's parameters on one rank, where t ranks cut the model.
+    """Widths by which a model's parameters are counted on one rank, where t ranks cut the model.
 
     Attributes:
         vocabulary: rows of embedding and head: V / t rounded up to a multiple; the last ranks' are padded.
@@ -125,7 +125,7 @@ def local_parameter_count(
     stages: Sequence[Stage] | None = None,
     block_matrices: bool = False,
 ) -> int | None:
-    """Return the elements that one of t ranks holds, replicated parameters and the vocabulary's padding included.
+    """Count the parameters of a model that one of t ranks holds, replicated ones and the vocabulary's padding included.
 
     Args:
         tensor: the tensor-parallel degree t.
@@ -212,7 +212,7 @@ def active_parameter_count(model: ModelConfig) -> int | None:
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
-    """Count the matrices of a model's block that Muon orthogonalizes, by shape `[out, in]`."""
+    """Count the matrices among a block's parameters, by shape `[out, in]`: those that Muon orthogonalizes."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.head_dim
     shapes = Counter([(hidden, query)])

@@ -449,7 +449,7 @@ _SHOWN = 4
 
 
 def storage_problems(model: nn.Module) -> list[str]:
-    """Return errors for a user's own model: parameters that no checkpoint can hold, or that could not be read again."""
+    """Return errors in the definition of a user's own model: parameters that no checkpoint can hold, or give back."""
     dtypes = {path: str(parameter.dtype).removeprefix("torch.") for path, parameter in model.named_parameters()}
     names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
     return _sentences(

@@ -41,7 +41,7 @@ def release(flat: Tensor) -> None:
 
 @torch.no_grad()
 def draw_in_place(parameter: nn.Parameter) -> None:
-    """Give memory and values to a parameter outside of freed buckets, if it was made without (`make_parameter`)."""
+    """Give memory and values to a parameter that lies in no freed bucket, if it was made without (`make_parameter`)."""
     if not _has_memory(parameter):
         allocate(parameter)
         placement.draw_deferred(parameter, parameter.zero_())

@@ -20,7 +20,7 @@ from shardwise.config.optimizer import DecayShape, OptimizerConfig
 
 @dataclass(frozen=True)
 class RateAtStep:
-    """The learning rate at a step, and the shape of the way to it from the point before."""
+    """A point of an optimizer's schedule: the learning rate at a step, and the shape of the way to it."""
 
     step: int
     rate: float
@@ -88,7 +88,7 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
 
 
 def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
-    """Return a note on the learning rate, if its schedule ends at another step than before the resume; else None.
+    """Return a note on the learning rates of a schedule that ends at another step than before the resume; else None.
 
     Args:
         former_steps: `train.steps` before the run was resumed.

@@ -29,7 +29,7 @@ _Keys: TypeAlias = list[tuple[str, str]]
 
 
 class StateSums:
-    """Sums of the tensors of a model and of its optimizer's state. A frozen parameter never changes and has none."""
+    """Sums of a model's tensors and of its optimizer's state, for the state's hash. A frozen parameter has none."""
 
     def __init__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> None:
         self._optimizer = optimizer

@@ -86,20 +86,20 @@ class Clock:
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
         """Measure the body's time, and name it for the profiler."""
         with record_function(_trace_name(kind, stage, micro_batch)):
-            start = devices.mark(self.device)
+            start = devices.mark_time(self.device)
             first_wait = len(self.waits)
             yield
-            end = devices.mark(self.device)
+            end = devices.mark_time(self.device)
             self._work.append(_Work(kind, stage, start, end, slice(first_wait, len(self.waits))))
 
     def begin(self) -> None:
         """Begin a step, and forget the one before."""
         self._work.clear()
-        self._step_start = devices.mark(self.device)
+        self._step_start = devices.mark_time(self.device)
 
     def end(self) -> None:
         """End the step, once its last work is queued."""
-        self._step_end = devices.mark(self.device)
+        self._step_end = devices.mark_time(self.device)
 
     def timing(self, stages: Sequence[int], mesh: Mesh) -> StepTiming:
         """Return the timing of the last step, of which this rank has `stages`. Collective over the pipeline.
@@ -137,14 +137,14 @@ class Clock:
 
 
 def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
-    """Give torch's `P2POp`s, messages between pipeline stages, the names that a trace shows, and return them."""
+    """Name the messages between pipeline stages, `P2POp`s, as a trace shows them, and return them."""
     for message in messages:
         message.traced_as = _trace_name(kind, stage, micro_batch)
     return messages
 
 
 def message_name(message: Any) -> str:
-    """Return the name that `name_messages` gave to a `P2POp`; only messages that open connections have none."""
+    """Return the name of a message between stages by `name_messages`; only messages that open connections have none."""
     name: str = getattr(message, "traced_as", "opening of connections")
     return name
 

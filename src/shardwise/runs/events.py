@@ -51,7 +51,7 @@ def ending_text(run_path: Path) -> str:
 
 
 def newest_checkpoint_text(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
-    """Name the newest checkpoint among a run's events: until a resumed run saves one, that from which it resumed.
+    """Name the newest checkpoint of a run by its events: until a resumed run saves one, that from which it resumed.
 
     Args:
         nothing: text to return if there is none.
@@ -122,7 +122,7 @@ def _end(lines: mmap, until: float) -> int:
 
 
 def local_ranks(run: RunDirectory) -> int | None:
-    """Return the number of ranks of the run's last start; None if it is unknown, or other machines had some of them."""
+    """Read the ranks of the last start in a run's events; None if unknown, or if other machines had some of them."""
     ranks = (last_event(run.path, "start") or {}).get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         return None

@@ -124,7 +124,7 @@ def failure_of(facts: Mapping[str, Any], last_start: Mapping[str, Any]) -> Failu
 
 
 def recorded_sections(directory: RunDirectory) -> Mapping[str, Mapping[str, Any]]:
-    """Return the recorded sections of a failed run's configuration; {} if it cannot be read."""
+    """Return the sections of the configuration in a failed run's folder; {} if it cannot be read."""
     try:
         stored = read_config(directory)
     except ConfigError:

@@ -286,7 +286,8 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
-    add_step_hooks(model, optimizer, config, mesh)
+    if config.may_have_experts:
+        add_step_hooks(model, optimizer, config.optimizer, mesh)
     return optimizer
 
 

@@ -90,11 +90,11 @@ class StepMeter:
         if not self._measures:
             yield
             return
-        start = devices.mark(self._device)
+        start = devices.mark_time(self._device)
         first_wait = len(self._waits)
         yield
         # Waits within the body are known by their places in the list, and are taken off its time in `read`.
-        self._phases.append((name, start, devices.mark(self._device), slice(first_wait, len(self._waits))))
+        self._phases.append((name, start, devices.mark_time(self._device), slice(first_wait, len(self._waits))))
 
     def read(self) -> None:
         """Add up the marks so far. An accelerator must have done the work that they are around."""
@@ -246,7 +246,8 @@ class StepMeters:
 
             self.sources = SourceLosses(batches, mesh)
         self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
-        self.totals += step_totals(training.model, training.config, mesh)
+        if training.config.may_have_experts:
+            self.totals += step_totals(training.model, training.config.model, mesh)
         self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
@@ -349,6 +350,6 @@ class StepMeters:
 
 
 def state_bytes_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
-    """Bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
+    """Meter the bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
     state = optimizer.state_bytes()
     return kept_bytes(model, optimizer, state["state"] + state["masters"])

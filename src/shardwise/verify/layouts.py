@@ -96,7 +96,7 @@ class Cell:
 
 
 def table_rows(cells: Sequence[Cell]) -> list[dict[str, str]]:
-    """Return the settings of each layout as users read them, by the heads of a table."""
+    """Return the settings of each verified layout as users read them, by the heads of a table."""
     has_experts = any(cell.expert > 1 for cell in cells)
     return [
         {

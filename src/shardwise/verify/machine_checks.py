@@ -258,7 +258,7 @@ _TORCH = "install a torch for this machine's devices: https://pytorch.org/get-st
 def check_software(
     requires: Callable[[str], list[str] | None] = metadata.requires, version: Callable[[str], str] = metadata.version
 ) -> Iterator[Check]:
-    """Check Python and packages on this machine.
+    """Verify the versions of Python and of packages on this machine.
 
     Args:
         requires: returns the requirements of a distribution, as `importlib.metadata.requires` does.

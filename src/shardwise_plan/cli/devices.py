@@ -23,7 +23,7 @@ def parse_devices(text: str) -> list[str]:
     return devices
 
 
-def parse_prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
+def parse_plan_prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
     """Parse `shardwise plan --price`: the price for an hour of each device, by the device; None where its file says it.
 
     Raises:

@@ -95,8 +95,8 @@ class SearchedNodes:
         return [remark for remark in self.remarks.values() if remark]
 
 
-def parse_time_budget(text: str) -> float | None:
-    """Return the seconds of a plan's budget of time such as `30 days`; None for anything else, and for no time."""
+def parse_plan_time(text: str) -> float | None:
+    """Parse a time of `shardwise plan` such as `30 days` into seconds; None for anything else, and for no time."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(minute|hour|day|week)s?\s*", text)
     return float(match[1]) * _SECONDS_OF[match[2]] or None if match is not None else None
 
@@ -302,7 +302,7 @@ class _Nodes:
 
 def _within_budget(nodes_of: _Nodes, budget: str, objective: Objective) -> tuple[Plan, str]:
     """Return the best plan that keeps to a time or to a price, and how many nodes that needs, as a sentence."""
-    seconds = parse_time_budget(budget)
+    seconds = parse_plan_time(budget)
     if seconds is not None:
         return _in_time(nodes_of, budget, seconds, objective)
     price = re.fullmatch(r"\s*((?:\d+|\d{1,3}(?:[_,]\d{3})+)(?:\.\d+)?)\s*([A-Za-z]{3})\s*", budget)

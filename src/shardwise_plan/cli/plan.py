@@ -29,9 +29,9 @@ from shardwise.config.recipe_files import carried_comments, is_model_recipe, own
 from shardwise.config.stand_in import config_as_given
 from shardwise.config.token_counts import parse_tokens
 from shardwise_plan.cli.against_run import compare_with_run
-from shardwise_plan.cli.devices import compare_devices, parse_devices, parse_prices
+from shardwise_plan.cli.devices import compare_devices, parse_devices, parse_plan_prices
 from shardwise_plan.cli.layout_list import answer_facts, print_layouts
-from shardwise_plan.cli.nodes import PricedDevices, SearchedNodes, parse_node_counts, parse_time_budget, search_nodes
+from shardwise_plan.cli.nodes import PricedDevices, SearchedNodes, parse_node_counts, parse_plan_time, search_nodes
 from shardwise_plan.cli.wording import time_range_text
 from shardwise_plan.data_stages import run_with_layout
 from shardwise_plan.device_specs import MOST_FAILURES, shipped_device_text
@@ -162,7 +162,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         output.progress(counts)
     devices = parse_devices(arguments.device)
     # That of the recipe is of the user's own devices, and no price of others that they are compared with.
-    price_of = parse_prices(arguments.price or (config.log.price if len(devices) == 1 else None), devices)
+    price_of = parse_plan_prices(arguments.price or (config.log.price if len(devices) == 1 else None), devices)
 
     def answered(device: str) -> SearchedNodes:
         machines = _machines(arguments, device, price_of[device])
@@ -210,7 +210,7 @@ def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -
         raise ConfigError(
             f"--failures ({failures}) must be failures of a device in a year, from 0 to {MOST_FAILURES:,g}"
         )
-    restart = None if arguments.restart is None else parse_time_budget(arguments.restart)
+    restart = None if arguments.restart is None else parse_plan_time(arguments.restart)
     if arguments.restart is not None and restart is None:
         raise ConfigError(
             f"--restart ({arguments.restart!r}) must be a time in minutes, hours, days or weeks, such as '15 minutes'"

@@ -109,7 +109,7 @@ class ModelFolder:
 
 
 def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: str) -> dict[str, Any]:
-    """The sections that the user's `key=value` arguments give.
+    """The sections that `key=value` arguments of a command on a trained model give.
 
     Args:
         allowed: the keys that the command reads; one that ends in a dot stands for a section.

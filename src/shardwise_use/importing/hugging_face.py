@@ -66,7 +66,7 @@ def schedule_keys(
 def imported_points(
     first: float, warmup: int, stop: int, end: int, least: float, shape: str, *, lag: int = 1
 ) -> list[dict[str, Any]]:
-    """Points of `optimizer.points` that go on with an imported model's learning rates, as factors of the peak.
+    """Import another program's learning rates as `optimizer.points` that go on with them, as factors of the peak.
 
     `shape`: of the way down; `lag`: update s has the rate of s - lag updates.
     """
@@ -151,7 +151,7 @@ class ImportedModel:
 def write_imported_checkpoint(
     opened: ImportedModel, root: Root, max_shard_bytes: int = writing.MAX_SHARD_BYTES
 ) -> writing.WrittenFolder:
-    """Write an imported model as a checkpoint into a folder, complete or not at all.
+    """Import another program's model: write it as a checkpoint into a folder, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
 

@@ -166,7 +166,7 @@ def _losses(run: RunView) -> Iterable[tuple[int, float]]:
 
 
 def config_differences(*configs: Mapping[str, Any]) -> list[list[Any]]:
-    """Return [key, its value in each] of each key by which configurations differ, without secrets."""
+    """Return [key, its value in each] of each key by which the reported runs differ, without secrets."""
     flat = [by_dotted_key(redaction.without_secrets(config)) for config in configs]
     rows = [[key, *(keys.get(key) for keys in flat)] for key in dict.fromkeys(key for keys in flat for key in keys)]
     return [row for row in rows if any(value != row[1] for value in row[2:])]

@@ -45,7 +45,7 @@ _SLOW = 1.15
 
 
 def schedule_view(frame: Frame, width: int, height: int) -> list[Text]:
-    """Draw the planned order of a step, as the dry run prints it."""
+    """Draw the screen's view of the planned order of a step, as the dry run prints it."""
     parallel = _section(frame, "parallel")
     degree = parallel.get("pipeline", 1)
     head = drawing.heading(width, "schedule", "" if degree == 1 else str(parallel.get("schedule", DEFAULT_SCHEDULE)))

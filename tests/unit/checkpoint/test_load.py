@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.model_files import model_differences
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, UserModelConfig, checked_model_section, config_from_sections, load_config
-from shardwise.config.load import load_config_of_program
+from shardwise.config.load import load_config_with_values
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.build import build_model
 from tests.hugging_face import CASES, described, export_hugging_face, save
@@ -266,7 +266,7 @@ def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: 
     (change,) = model_differences(of_file(tmp_path / "base", "model.rope_theta=20000.0"), run).changes
     assert change.startswith("model.rope_theta (20000.0) replaces that of ")
     recipe = {"model": {"config": str(tmp_path / "base"), "rope_theta": 3e4}, "train": TRAIN, "optimizer": {"lr": 1e-3}}
-    (change,) = model_differences(load_config_of_program(recipe, {}).model, run).changes
+    (change,) = model_differences(load_config_with_values(recipe, {}).model, run).changes
     assert change.startswith("model.rope_theta (30000.0) replaces that of ")
 
 

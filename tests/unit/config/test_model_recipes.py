@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import load_config, load_config_of_program, recipe_name, require_data
+from shardwise.config import load_config, load_config_with_values, recipe_name, require_data
 from shardwise.config.model_recipes import model_recipe_remark
 from shardwise.config.recipe_files import is_model_recipe, own_data, recipe_text
 from tests.e2e.command import within
@@ -53,7 +53,7 @@ def test_the_warmup_follows_the_steps_and_the_last_rate_the_first(folder: Path, 
     keys = [f"train.steps={steps}", "optimizer.lr=1e-5"]
     config = load_config(str(folder), keys)
     assert (config.optimizer.warmup_steps, config.optimizer.lr, config.optimizer.min_lr) == (warmup, 1e-5, 1e-6)
-    assert load_config_of_program(str(folder), {"train.steps": steps, "optimizer.lr": 1e-5}) == config
+    assert load_config_with_values(str(folder), {"train.steps": steps, "optimizer.lr": 1e-5}) == config
     given = load_config(str(folder), [*keys, "optimizer.warmup_steps=1", "optimizer.min_lr=0"]).optimizer
     assert (given.warmup_steps, given.min_lr) == (1, 0)
     assert config.data.split_weights[:2] == (95, 5), "text is held out"

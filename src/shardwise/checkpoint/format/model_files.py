@@ -115,7 +115,7 @@ def config_token_ids(config_file: Root) -> dict[str, Any]:
 
 
 def special_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
-    """The ids of special tokens in the files beside weights, of the `fields` whose names end in `suffix`."""
+    """The ids of special tokens in a model's files beside its weights, of `fields` whose names end in `suffix`."""
     # A model may end a text by any of several tokens: the field is then a list.
     ids: list[int] = []
     for key, value in fields.items():

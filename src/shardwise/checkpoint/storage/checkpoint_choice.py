@@ -154,13 +154,13 @@ def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:
 
 
 def goes_back(config: Config, manifest: Manifest) -> bool:
-    """Return whether `checkpoint.resume` names a step to which the run had not gone back before this checkpoint."""
+    """True if the chosen checkpoint was saved before its run went back to the step that `checkpoint.resume` names."""
     asked = recorded_return(config, None)
     return bool(asked) and manifest.schedule.get(_WENT_BACK) != asked[_WENT_BACK]
 
 
 def recorded_return(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """The entry in later manifests' `schedule` on the checkpoint to which a run last returned."""
+    """The entry in the `schedule` of later checkpoints' manifests on the checkpoint to which a run last returned."""
     if config.checkpoint.resume != "auto":
         # With another value of either, the user asks for another return.
         return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}

@@ -269,7 +269,7 @@ _MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class NamedFolder:
-    """A folder of checkpoints or weights that the user named.
+    """Storage that a user named: one checkpoint, or a folder of checkpoints or of weights.
 
     Attributes:
         is_checkpoint: True for one checkpoint; False for a folder of checkpoints or of weights.

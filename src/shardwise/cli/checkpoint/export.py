@@ -160,7 +160,7 @@ def shard_bytes(given: str) -> int:
 
 
 def parent_and_name(location: str) -> tuple[Root, str]:
-    """The folder in which the command makes a new one, and the new name."""
+    """The folder in which `shardwise checkpoint export` makes a new one, and the new name."""
     if "://" in location:
         parent, _, name = location.rstrip("/").rpartition("/")
     else:

@@ -27,7 +27,7 @@ _ARGUMENTS = {
 
 
 def arguments_named(path: str) -> AbstractContextManager[None]:
-    """Makes errors name the command's arguments instead of a recipe's keys."""
+    """Make the errors of `shardwise data` name its arguments instead of a recipe's keys."""
     return keys_renamed({"data.path": path, "data.dataset": path, **_ARGUMENTS})
 
 

@@ -198,7 +198,7 @@ def _document_end_problems(data: DataConfig) -> list[str]:
 
 
 def document_mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
-    """The problems of keys that ask for marks of documents in tokens; `of_rows`: `data.append_eod` is possible."""
+    """The problems of prepared data with keys that ask for document marks; `of_rows`: `data.append_eod` is possible."""
     if of_rows and data.append_eod:
         data = data.model_copy(update={"append_eod": None})
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
@@ -382,7 +382,7 @@ def require_unchanged(name: str, digest: str, content: str) -> None:
 
 
 def random_tokens(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
-    """Random training data for tests and measurements, which a model can learn; `pairs`: they are in sentences."""
+    """Prepared data of random tokens for tests and measurements, which a model can learn; `pairs`: in sentences."""
     generator = np.random.default_rng(0)
     tokens = [1]
     for noise in generator.random(samples * length):

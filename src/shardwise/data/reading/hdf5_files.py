@@ -326,6 +326,6 @@ class HDF5ShardRows:
 
 
 def listed_positions(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
-    """True for the masked positions before the first 0, which ends the list, [B, P]."""
+    """True for the masked positions of HDF5 rows before the first 0, which ends the list, [B, P]."""
     listed: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
     return listed

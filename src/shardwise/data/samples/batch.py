@@ -283,5 +283,5 @@ def join_batches(batches: Sequence[Batch], places: Sequence[IntArray], samples: 
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """Micro-batches of each rank in an evaluation; `portion`: samples of one micro-batch of all ranks together."""
+    """Micro-batches into which each rank's samples of an evaluation go; `portion`: samples of one over all ranks."""
     return -(-min(count * global_batch, num_samples) // portion)

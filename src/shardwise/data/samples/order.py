@@ -115,7 +115,7 @@ def mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def mix_integer(*values: int) -> int:
-    """The hash by which samples are shuffled, of several integers; for a single one the same as `mix_bits`."""
+    """The hash that shuffles the order of samples, of several integers; for a single one the same as `mix_bits`."""
     state = 0
     for value in values:
         state = ((state ^ value) + _GOLDEN) & _MASK

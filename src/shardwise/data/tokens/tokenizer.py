@@ -368,7 +368,7 @@ def user_tokenizer_digest(path: str) -> str:
 
 
 def special_token_ids(folder: Path) -> dict[str, int | None]:
-    """`bos_token_id` and `eos_token_id`, as a model's config.json names them; None if the tokenizer has none."""
+    """The tokenizer's ids `bos_token_id` and `eos_token_id`, as config.json names them; None if it has none."""
     tokenizer = Tokenizer.load(folder)
     begin = TokenizerFiles.find(folder).named("bos_token")
     return {

@@ -40,7 +40,7 @@ class BitEqualExperts(Experts):
     def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         journey = Journey.of(experts, counts, self.ranks.group, once=False)
         if len(placement.further_gradients(self.gate_up)) != self.ranks.group.size - 1:
-            raise RuntimeError("a layer of experts with train.bitwise was copied, without the gradients that it keeps")
+            raise RuntimeError("a bit-equal layer of experts was copied, without the gradients that it keeps")
         gate_up, down = (
             [view.unflatten(0, (self.count, -1)) for view in _by_source(parameter)]
             for parameter in (self.gate_up, self.down)

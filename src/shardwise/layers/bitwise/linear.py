@@ -38,7 +38,8 @@ class BitEqualColumnParallel(_ColumnParallel):
             return super().project(x)
         if self._regathers(x):
             return column_products(x, self.weight, self.bias, self._sections, self.group, gathers=True)
-        return self.multiply(collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled))
+        entered = collectives.gather_or_copy(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        return self.multiply(entered)
 
 
 class BitEqualRowParallelLinear(RowParallelLinear):

@@ -37,7 +37,7 @@ _ALONE = Group()
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of a column-parallel weight that are one linear map, cut into parts along its outputs.
+    """Rows of a column-parallel weight, one linear map, which bit-equal products cut into parts along the outputs.
 
     Attributes:
         repeats: parts of this rank that use the same rows, such as those of one key head.

@@ -21,7 +21,7 @@ import torch
 
 import shardwise
 from shardwise.base.errors import ConfigError, see
-from shardwise.config import Config, Layout, ModelConfig, TrainConfig
+from shardwise.config import BITWISE, Config, Layout, ModelConfig, TrainConfig
 from shardwise.distributed import devices
 from shardwise.models.build import model_adds_products_in_graphs
 from shardwise.models.user_model import check_user_model
@@ -43,7 +43,7 @@ _KEYS = (
     "parallel.vocab_multiple",
     "train.micro_batch",
     "train.sequence_length",
-    "train.bitwise",
+    BITWISE,
     "data.reset_attention_mask",
     "data.reset_position_ids",
     "data.masked_fraction",
