@@ -67,12 +67,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
 
     known = {} if family in ("", *told) else {"model.family": family}
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
-    # A value may be code, or a variable that the file does not set.
-    readable = {
-        name: value
-        for name, value in asked.items()
-        if not isinstance(value, UnknownPythonValue) and "$" not in str(value)
-    }
+    readable = {name: value for name, value in asked.items() if _is_readable(value)}
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
@@ -94,15 +89,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
     if (size := _tokens_of(keys)) is not None:
         keys["model.vocab_size"] = size
         rows.append(Setting("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
-    rows = [
-        replace(
-            row,
-            keys={key: keys[key] for key in row.keys},
-            reason=_note(row, keys),
-            is_default=row.is_default or row.name in implied,
-        )
-        for row in rows
-    ]
+    rows = [_with_last_values(row, keys, implied) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
@@ -113,6 +100,18 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
         problems = error.problems
     sections = {name: sections[name] for name in Config.model_fields if name in sections}
     return _Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
+
+
+def _is_readable(value: Any) -> bool:
+    """False for code, and for a variable that the file does not set."""
+    return not isinstance(value, UnknownPythonValue) and "$" not in str(value)
+
+
+def _with_last_values(row: Setting, keys: Mapping[str, Any], implied: Mapping[str, Any]) -> Setting:
+    """A row with the values that its keys have at the end, by all settings; `implied`: what the file leaves out."""
+    values = {key: keys[key] for key in row.keys}
+    is_default = row.is_default or row.name in implied
+    return replace(row, keys=values, reason=_note(row, keys), is_default=is_default)
 
 
 def _note(row: Setting, keys: Mapping[str, Any]) -> str:
