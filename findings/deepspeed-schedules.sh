@@ -11,7 +11,8 @@
 #   WarmupCosineLR               0.00 0.00 0.25 0.50 0.75 0.93 0.75 0.50 0.25 0.07
 #   WarmupDecayLR, max_lr 3e-4   0.00 0.00 0.25 0.50 0.75 1.00 0.83 0.67 0.50 0.33
 #   WarmupDecayLR                0.00 0.00 0.83 1.67 2.50 3.33 2.78 2.22 1.67 1.11
-# PYTHON names an interpreter that has torch, a CPU build or another, numpy, pydantic, tqdm, setuptools and pip (default: python3).
+# PYTHON names an interpreter that has torch, a CPU build or another, numpy, pydantic, tqdm, setuptools and pip (default:
+# python3).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -18,7 +18,7 @@ from tests.e2e import processes
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
 
 PLAIN = ("train.eval_every=0", "log.tensorboard=false", "log.sample_tokens=0")
-ONE_NODE = (*PLAIN, "launch.ranks_per_node=2", "--nodes", "1", "-y", "--detach")
+ONE_EACH = (*PLAIN, "launch.ranks_per_node=1", "--nodes", "2", "-y", "--detach")
 KEYS = ("parallel.tensor=2", *PLAIN)
 TWO = (*KEYS, "launch.ranks_per_node=2", "--nodes", "2", "-y", "--detach")
 
@@ -97,12 +97,12 @@ def curve(run: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def survivor(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submission:
-    """A job of two ranks that was interrupted as before a time limit, queued again, and lost a rank, and was stopped.
+    """A job that was interrupted as before a time limit, queued again, and lost a rank, and was stopped.
 
-    They are on one node, to save time; in the slow tests on two.
+    Nodes have one rank each, to save time; in the slow tests they have two.
     """
-    keys = ("train.steps=4000", "checkpoint.every=5")
-    job = Submission(slurm, tmp_path_factory.mktemp("job"), *keys, *ONE_NODE)
+    keys = ("train.steps=4000", "checkpoint.every=5", "log.notify=[tee -a told.json]")
+    job = Submission(slurm, tmp_path_factory.mktemp("job"), *keys, *ONE_EACH)
     job.wait_for_steps(5)
     slurm.command("scancel", "--signal=USR1", "--batch", job.id)
     job.wait_for_requeue()
@@ -143,10 +143,20 @@ def test_each_start_is_recorded_with_its_cause(survivor: Submission) -> None:
     assert "Traceback" not in log
 
 
+def test_each_start_and_the_end_are_told_by_the_supervisor_alone(survivor: Submission) -> None:
+    told = json.loads(f"[{(survivor.at / 'told.json').read_text().replace('}{', '},{')}]")
+    assert [(notice["event"], notice["exit_code"]) for notice in told] == [("restart", 75), ("restart", 1), ("end", 75)]
+    requeued, killed, stopped = told
+    assert "queue" not in requeued["reason"].partition(";")[0]
+    assert killed["reason"].startswith("rank 1 was killed (SIGKILL")
+    assert "stopped by `shardwise stop`" in stopped["reason"]
+    assert {notice["run"] for notice in told} == {survivor.run.name}
+
+
 def test_jobs_tell_how_it_does_and_did(survivor: Submission) -> None:
     listed = (survivor.at / "jobs.txt").read_text()
     assert re.search(
-        rf"^{survivor.id} +running +\d+ +[\d.]+ +\d\.\d{{4}} .* 1 +runs/miniature-", listed, re.MULTILINE
+        rf"^{survivor.id} +running +\d+ +[\d.]+ +\d\.\d{{4}} .* 2 +runs/miniature-", listed, re.MULTILINE
     ), listed
     shown = survivor.shardwise("jobs", "show", survivor.id).succeeded().out
     assert re.search(r"^state +stopped$", shown, re.MULTILINE), shown

@@ -132,7 +132,6 @@ def tasks() -> dict[int, str]:
     return found
 
 
-@pytest.mark.slow
 def test_processes_of_mpirun_train(tmp_path: Path) -> None:
     if shutil.which("mpirun") is None and not os.environ.get("CI"):
         pytest.skip("there is no mpirun (Debian: apt-get install openmpi-bin)")

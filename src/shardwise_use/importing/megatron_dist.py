@@ -344,6 +344,8 @@ def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -
     if style == "WSD":
         annealed = args.get("lr_wsd_decay_iters") or (args.get("lr_wsd_decay_samples") or 0) / batch
         shape = None if annealed % 1 or not annealed else _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
-        stop = max(warmup, decay - int(annealed))
+        stop = decay - int(annealed)
+        # With less room than for warmup and decay, Megatron starts the decay in its midst.
+        shape = None if stop < warmup else shape
     end = warmup if style == "constant" else decay
     return [] if shape is None else imported_points(first, warmup, stop, end, least, shape)

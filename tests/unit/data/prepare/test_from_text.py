@@ -43,7 +43,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return [int(each) for each in tokenizer.encode(text)]
 
 
-@pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, True), (False, False)])
 def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, prepend_bos: bool) -> None:
     folder.run(folder.job("made", append_eod=append_eod, prepend_bos=prepend_bos))
     tokenizer = folder.tokenizer

@@ -14,6 +14,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
 from shardwise_use.importing.megatron import open_megatron
+from shardwise_use.importing.megatron_dist import _points
 from tests.command_line import CommandLine
 from tests.hugging_face import VOCABULARY, save
 from tests.unit.use.importing.checks import assert_equal, assert_same_model, changed, problems, states_of
@@ -121,6 +122,16 @@ def test_what_has_no_counterpart_is_told(tmp_path: Path, changes: dict[str, Any]
     scheduler["lr_decay_style"] = {**TRAINING, **changes}["lr_decay_style"]
     opened = open_megatron(write_dist(made, tmp_path / "megatron", common={"opt_param_scheduler": scheduler}))
     assert any(note in each for each in opened.notes), opened.notes
+
+
+def test_a_decay_that_begins_in_its_midst_has_no_points() -> None:
+    """Megatron Core 0.16.1: with 16 of 20 steps of warmup and a decay of 5, the rate falls from 1 to 0.64 at once."""
+    scheduler = {"max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 64, "lr_decay_steps": 80, "lr_decay_style": "WSD"}
+    of = {
+        decay: _points(scheduler, {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": decay}, 4) for decay in (4, 5)
+    }
+    assert [point["at"] for point in of[4]] == [1, 17, 21]
+    assert of[5] == []
 
 
 def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
