@@ -297,7 +297,7 @@ def parse_cluster(text: str, nodes: int = 1) -> Cluster:
 
 
 def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
-    """A warning of a plan if devices so named, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
+    """A warning of a plan if devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipelines."""
     if pipeline == 1 or not re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE):
         return []
     text = (

@@ -193,7 +193,7 @@ class _Uncached:
 
 @contextmanager
 def token_by_token(model: nn.Module) -> Iterator[None]:
-    """Generate text of a trained model token by token inside, without sequence and context parallelism."""
+    """Generate text with a trained model inside, token by token: sequence and context parallelism cannot cut one."""
     switches = [
         (module, name)
         for module in model.modules()

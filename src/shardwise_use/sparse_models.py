@@ -53,7 +53,7 @@ def without_number(name: str) -> tuple[str, int | None]:
 
 
 def place_in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The parameter by which a sparse model of transformers 5 has an expert's weight: name, shape so far, its place.
+    """The fused parameter of a sparse model of transformers 5 with an expert's weight: name, shape so far, place.
 
     The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
     """

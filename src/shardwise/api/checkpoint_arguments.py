@@ -38,10 +38,9 @@ _MOST_STEPS = 10**18
 
 
 def mesh_of(mesh: Mesh | None) -> Mesh:
-    """The `mesh` that a program gives with a checkpoint; None: data parallelism alone over the present world.
+    """The `mesh` argument of a program's call on checkpoints; None: data parallelism alone over the present world.
 
-    A process group and its sockets stay until the process ends, so a world has one mesh for all calls. Collective where
-    that mesh is new.
+    Collective where that is new. A process group and its sockets stay until the process ends: a world has one mesh.
 
     Raises:
         ConfigError: it is no mesh.
@@ -131,7 +130,7 @@ def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh)
 
 
 def require_loadable(model: object, optimizer: object | None, mesh: Mesh) -> None:
-    """Raise ConfigError, with every problem, if a program calls for a checkpoint with arguments that cannot take it."""
+    """Raise ConfigError, with every problem, for a call's model and optimizer that can load no checkpoint."""
     if problems := _problems(model, optimizer, mesh, needs_optimizer=False):
         raise ConfigError(problems)
 

@@ -182,7 +182,7 @@ def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
 
 
 def divisors(number: int) -> set[int]:
-    """All divisors of a number above 0, of which errors' messages name the nearest; in as many steps as its root."""
+    """All divisors of a number above 0, in as many steps as its square root; messages of errors name the nearest."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return {*small, *(number // n for n in small)}
 

@@ -263,18 +263,6 @@ def require_replaceable(path: Path, option: str) -> None:
         raise ConfigError(f"{option} ({path}) must be a file or a free name, and it is {kind}: name another file")
 
 
-def write_new(path: Path, text: str, option: str) -> None:
-    """Write a file that must not be there yet, at the path that `option` gave; ConfigError if it cannot be written."""
-    try:
-        # "x" instead of a test: between a test and the writing another process could make the file.
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {reason_of(error)}") from None
-
-
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files into a folder of this process; `files`: name, which may have folders of its own → content."""
     for name, content in files.items():

@@ -442,7 +442,7 @@ def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int
 
 
 def number_of_ranks(parallel: ParallelConfig, nproc: int | None) -> int:
-    """The ranks that `shardwise train` starts: `--nproc`; else one per accelerator in whole copies, or one CPU copy."""
+    """The ranks that `shardwise train` starts: `--nproc`, else one per accelerator in whole copies, on CPU one copy."""
     if nproc is not None:
         return nproc
     _, count = accelerators()

@@ -150,7 +150,7 @@ class ContinuationSettings:
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Keep what `lm_eval` and the libraries that load the data of tasks print out of logs and of output."""
+    """Keep out of logs and output what `lm_eval` and the libraries that load the data of tasks print."""
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
     # Its remarks on each attempt go to the standard error of its import.
     logger = logging.getLogger("huggingface_hub")

@@ -257,7 +257,7 @@ def captured_call(device: torch.device) -> CapturedCall | None:
 
 
 def least_flex_head_width(device: torch.device) -> int:
-    """The least width of a head that the kernels of a device take, those of FlexAttention."""
+    """The least width of a head for which a device has kernels of FlexAttention."""
     return 16 if device.type == "cuda" else 1
 
 

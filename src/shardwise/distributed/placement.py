@@ -429,7 +429,7 @@ def placements(module: nn.Module, tensor: Group | None = None) -> Iterator[tuple
 
 
 def unplaced_state(module: nn.Module) -> list[str]:
-    """Names of a `state_dict` that no placement covers, as they are no parameters: persistent buffers, for example."""
+    """Names of a `state_dict` that no placement covers, as they are no parameters, such as persistent buffers."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return [name for name in module.state_dict() if name not in parameters]
 

@@ -38,7 +38,7 @@ def show_error(
 
 
 def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
-    """Describe the error that ends a rank's work to its launcher. The log gets the traceback of an unexplained one."""
+    """Describe for the user the error that ends a rank of a launch. The traceback of an unexplained one is logged."""
     if isinstance(error, ShardwiseError):
         waited = isinstance(error, LostPeerError)
         if waited:

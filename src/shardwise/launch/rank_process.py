@@ -94,7 +94,7 @@ def check_accelerators(nproc: int, accelerators: int) -> None:
 def as_rank(
     place: Rank | None, run_path: Path | None = None, on_refusal: Callable[[], None] | None = None
 ) -> Iterator[_RankExit]:
-    """Run the body of the `with` statement as one rank's process of a launch, and catch whatever it raises.
+    """Run the body of the `with` statement as one rank of a launch, and catch whatever it raises.
 
     The user reads why the work failed, once for all ranks. In a job the process of the rank ends here, at once, whether
     the work failed or not: its peers may never answer again, and connections to them need not be closed.
@@ -148,7 +148,7 @@ def as_rank(
 
 @contextmanager
 def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None]:
-    """Run the body of a rank that a program started, a training; record its error in the run's folder, if known."""
+    """Run a training that a program called as a rank's body; record its error in the run's folder, if known."""
     began = time.time()
     try:
         yield

@@ -38,7 +38,7 @@ _ONE_REQUEST_SECONDS = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by the handler of stop requests that ends a process at once; the text names the signal."""
+    """Raised by the handler of stop requests to end this process at once; the text names the signal."""
 
 
 class Requests:

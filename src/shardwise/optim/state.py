@@ -157,7 +157,7 @@ def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, An
 
 
 def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_masters: bool) -> int:
-    """Return bytes that an optimizer's first step makes for its state, and those of masters: separate ones, or all."""
+    """Return bytes of the state that an optimizer's first step makes, and of its masters: separate ones, or all."""
     bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
     total = 0
     for group in optimizer.inner.param_groups:

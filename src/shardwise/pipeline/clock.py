@@ -144,7 +144,7 @@ def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) 
 
 
 def message_name(message: Any) -> str:
-    """Return the name of a message between stages by `name_messages`; only messages that open connections have none."""
+    """Return a stage message's name, given by `name_messages`; only messages that open connections have none."""
     name: str = getattr(message, "traced_as", "opening of connections")
     return name
 

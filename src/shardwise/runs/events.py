@@ -122,7 +122,7 @@ def _end(lines: mmap, until: float) -> int:
 
 
 def local_ranks(run: RunDirectory) -> int | None:
-    """Read the ranks of the last start in a run's events; None if unknown, or if other machines had some of them."""
+    """Read the number of ranks of the last start from a run's events; None if unknown, or other machines had some."""
     ranks = (last_event(run.path, "start") or {}).get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         return None

@@ -350,6 +350,6 @@ class StepMeters:
 
 
 def state_bytes_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
-    """Meter the bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
+    """Measure bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
     state = optimizer.state_bytes()
     return kept_bytes(model, optimizer, state["state"] + state["masters"])

@@ -77,7 +77,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The part of a training's summary, in a dry run, on a step of a cluster, which need not be here.
+    """What the summary of a training's dry run says on a step of a cluster, which need not be here.
 
     Attributes:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import files, units
+from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from_sections, size_stages_of
@@ -84,7 +84,7 @@ def _write_device_file(path: Path, device: device_specs.Device, facts: Mapping[s
     device_specs.require_device_suffix(path, "--write")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = f"corrected {today} by run {name}, {facts['steps']} steps"
-    files.write_new(path, device_specs.changed_device_text(device, facts["constants"], source), "--write")
+    output.write_new(path, device_specs.changed_device_text(device, facts["constants"], source), "--write")
     output.progress(f"wrote {path}; plan with: shardwise plan RECIPE --device {path}")
 
 

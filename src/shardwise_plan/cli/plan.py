@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.base import files, units
+from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml
 from shardwise.base.prices import Price
@@ -191,7 +191,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         plan = listed[arguments.layout - 1] if arguments.layout else recommended_plan(listed)
         training, replaced = _training(target, recipe, devices[0], plan)
         commands = {f"Write its recipe and train it{replaced}": [f"{_command(arguments)} --write {target}", training]}
-        files.write_new(arguments.html, plan_page(recipe_name(recipe), chosen, listed, plan, commands), "--html")
+        output.write_new(arguments.html, plan_page(recipe_name(recipe), chosen, listed, plan, commands), "--html")
         output.progress(f"wrote {arguments.html}")
     if arguments.why is not None:
         _show_differences(listed, *arguments.why)
@@ -293,7 +293,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     if not plan.calendar.is_given:
         # The list assumes the interval that costs least; a training that is shorter has no use for one.
         values.setdefault("checkpoint", {})["every_minutes"] = max(1.0, round(plan.calendar.interval / 60, 1))
-    files.write_new(path, text + dump_yaml(values), "--write")
+    output.write_new(path, text + dump_yaml(values), "--write")
     command, replaced = _training(path, recipe, device, plan)
     ranges = time_range_text(plan)
     doubt = f", which leaves {units.size(plan.headroom)} of memory and may not fit" if plan.is_tight else ""

@@ -109,7 +109,7 @@ class ModelFolder:
 
 
 def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: str) -> dict[str, Any]:
-    """The sections that `key=value` arguments of a command on a trained model give.
+    """The sections that a command on a trained model gets by `key=value` arguments.
 
     Args:
         allowed: the keys that the command reads; one that ends in a dot stands for a section.
