@@ -55,7 +55,8 @@ test-packages:
 # Also the commands and the layouts on the strict device, and layouts where it is like TorchNeuron's (tests/strict/README.md).
 test-all: env test-packages
 	$(PYTEST) -m "slow or not slow" $(ARGS)
-	$(PYTEST) --device strict tests/dist/test_cells.py tests/dist/test_checkpoint.py tests/e2e $(ARGS)
+	$(PYTEST) --device strict -m "slow or not slow" tests/dist/test_cells.py $(ARGS)
+	$(PYTEST) --device strict tests/dist/test_checkpoint.py tests/e2e $(ARGS)
 	$(PYTEST) --device neuron-like $(addprefix tests/,$(LIKE_NEURON)) $(ARGS)
 
 LIKE_NEURON := dist/test_cells.py dist/test_checkpoint.py dist/test_bits.py \

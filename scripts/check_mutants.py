@@ -188,9 +188,19 @@ def stale_mutants(mutants: Iterable[Mutant]) -> dict[str, str]:
             mutant.applied()
         except (ValueError, SyntaxError) as error:
             reasons[mutant.id] = str(error)
-        if missing := [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]:
+        if missing := [test for test in mutant.tests if not _has_test(test)]:
             reasons[mutant.id] = f"no file has its tests: {', '.join(missing)}"
     return reasons
+
+
+def _has_test(node_id: str) -> bool:
+    """Return True if the file of a test exists and, where a function is named, defines it."""
+    name, _, function = node_id.partition("[")[0].partition("::")
+    path = ROOT / name
+    if not function:
+        return path.exists()
+    definition = rf"^\s*def {re.escape(function.rpartition('::')[2])}\("
+    return path.is_file() and re.search(definition, path.read_text("utf-8"), re.MULTILINE) is not None
 
 
 def copy_tracked_files(target: Path) -> None:

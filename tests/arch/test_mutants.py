@@ -65,12 +65,15 @@ def test_a_stale_fault_is_an_error(at: str, find: str, times: int) -> None:
 
 
 def test_stale_faults_are_listed() -> None:
-    fits = replace(MUTANT, at="units:size", find="value")
+    tests = "tests/arch/test_mutants.py::test_a_stale_fault_is_an_error"
+    fits = replace(MUTANT, at="units:size", find="value", tests=("tests/unit", tests, f"{tests}[meter:Meter.read]"))
     gone = replace(fits, id="gone", find="values")
     broken = replace(fits, id="broken", find="return _scaled(value, 1024.0, _SIZE_SUFFIXES)", replace="break")
     untested = replace(fits, id="untested", tests=("tests/unit/test_gone.py::test_this",))
-    reasons = stale_mutants([fits, gone, broken, untested])
-    assert list(reasons) == ["gone", "broken", "untested"]
+    renamed = replace(fits, id="renamed", tests=(f"{tests}[meter:Meter.read]", f"{tests}s"))
+    reasons = stale_mutants([fits, gone, broken, untested, renamed])
+    assert list(reasons) == ["gone", "broken", "untested", "renamed"]
+    assert reasons["renamed"] == f"no file has its tests: {tests}s"
     assert reasons["gone"] == "its piece must occur once in units:size, and 0 files have it once"
     assert "'break' outside loop" in reasons["broken"]
 

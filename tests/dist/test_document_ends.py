@@ -1,17 +1,24 @@
 """Documents within a sample see nothing of each other, and their masks are in the memory estimate."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 
 from shardwise.config import Config, check_layout
+from shardwise.config.hugging_face import read_hugging_face
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
+from shardwise.data.samples.packing import PackedBatches, PackedSamples
+from shardwise.distributed.placement import placements
 from shardwise.estimates.memory import expected_memory
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.build import build_model
+from tests import hugging_face
 from tests.dist.test_memory import DROPOUT, RECOMPUTE, SIZES, measure_step
 from tests.dist.training import FAMILIES, make_config
 from tests.sweeps import few
@@ -59,6 +66,35 @@ def test_a_document_in_a_sample_is_a_document_alone(family: str, fused: bool) ->
     assert together == pytest.approx(alone, rel=1e-6)
     without = {name: inputs[name] for name in ("ids_SB", "targets_SB")}
     assert model(**without).item() != pytest.approx(alone, rel=1e-4), "the documents do not change the loss at all"
+
+
+def test_the_loss_of_a_packed_sample_is_that_of_transformers(tmp_path: Path) -> None:
+    """There, a mask of blocks keeps documents apart, and each has its own positions."""
+    theirs = hugging_face.save("llama", tmp_path)
+    ours = model_of(make_config(model=read_hugging_face(tmp_path)))
+    weights = load_file(tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for _, parameter, record in placements(ours):
+            for piece in record.pieces:
+                piece.of(parameter).copy_(weights[piece.name][piece.box.slices])
+    lengths = [8, 3, 12, 31, 1, 5]  # two samples of 24, one has padding; one document is longer
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    row = np.random.default_rng(0).integers(0, hugging_face.VOCABULARY, bounds[-1], dtype=np.int32)
+    batches = PackedBatches(row, PackedSamples.from_bounds(bounds, 24), seed=1)
+    batch = batches.global_batch(0, batches.num_samples)
+    inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+    starts_BS = inputs["starts_SB"].T
+    keys_S = torch.arange(24)
+    sees_BSS = (keys_S <= keys_S[:, None]) & (keys_S >= starts_BS[:, :, None])
+    mask_B1SS = torch.where(sees_BSS, 0.0, -torch.inf)[:, None]
+    with torch.no_grad():
+        logits = theirs(
+            inputs["ids_SB"].T, attention_mask=mask_B1SS, position_ids=inputs["positions_SB"].T, use_cache=False
+        ).logits
+        wanted = cross_entropy(logits.flatten(0, 1), inputs["targets_SB"].T.flatten(), reduction="sum").item()
+        loss = ours(**inputs).item()
+    assert int(batch.counts[0]) == sum(lengths) - len(lengths)
+    assert loss == pytest.approx(wanted, rel=1e-6)
 
 
 def no_dropout(family: str) -> dict[str, float]:

@@ -130,6 +130,8 @@ def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path)
     assert "rank 0" not in err, "the user must read the cause alone, not what the other ranks met because of it"
     assert 'raise RuntimeError("the disk of rank 1 is on fire")' in (tmp_path / "run/logs/rank-0001.log").read_text()
     assert len(json_lines(tmp_path / "run/ranks/rank-0001.jsonl")) == 3
+    assert not (tmp_path / "run/results.json").exists()
+    assert not [*(tmp_path / "run").glob("checkpoints/step-*")], "the weights of a step that failed are no checkpoint"
 
 
 @pytest.mark.slow

@@ -69,6 +69,15 @@ def test_clips_by_hand_as_torch_does_and_not_a_second_time(norms: list[float]) -
     assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
+def test_a_norm_that_is_not_finite_is_an_error_where_asked() -> None:
+    model = make()
+    optimizer = sharded(model, torch.optim.SGD)
+    (model(batch(0)) * float("inf")).backward()
+    assert not optimizer.clip_grad_norm_(1.0).isfinite()
+    with pytest.raises(RuntimeError, match=r"the gradient norm \((inf|nan)\) of the whole model must be finite"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
 # ---- gradients that change once their reduction has begun
 
 

@@ -151,6 +151,19 @@ def test_gradients_that_the_user_cleared_or_replaced(clear: Callable[[nn.Module]
     pair.assert_equal()
 
 
+def test_sparse_gradients_train_as_dense_ones() -> None:
+    models = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        models.append(nn.Embedding(11, 4, sparse=sparse))
+        optimizer = sharded(models[-1], **PLAIN)
+        for step in range(3):
+            set_to_none(models[-1])
+            models[-1](batch(step)).square().sum().backward()
+            optimizer.step()
+    assert_equal(*models)
+
+
 def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
     ours = make()
     optimizer = sharded(ours, torch.optim.SGD, lr=0.1)
