@@ -20,7 +20,7 @@ ON_A_DISK = 'mount -t tmpfs -o size=4m none disk && { "$@"; code=$?; cp -a disk 
 NAMESPACES = (("unshare", "-m"), ("unshare", "-Urm"))
 
 HOOK = """
-import os, shutil
+import os, shutil, signal
 from pathlib import Path
 if os.environ.get("EVENTS") and os.environ.get("RANK") is None:
     from shardwise.checkpoint.storage.root import Root
@@ -39,7 +39,7 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") is None:
             self.saving.saver.wait()
             if filler.exists():
                 filler.unlink()
-        if name == "full":
+        if name in ("full", "full at a stop"):
             filler.write_bytes(bytes(shutil.disk_usage("disk").free - 150 * 1024))
         if name == "full in the middle":
             filler.write_bytes(bytes(shutil.disk_usage("disk").free - 150 * 1024))
@@ -47,6 +47,8 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") is None:
         if name == "full to the brim":
             filler.write_bytes(bytes(shutil.disk_usage("disk").free))
             Root.free_bytes = untrue
+        if name == "full at a stop":
+            os.kill(os.getpid(), signal.SIGTERM)
         return step(self, *further)
     Trainer.step, Trainer.run = stepping, running
 """
@@ -78,8 +80,8 @@ def on_a_disk() -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """All of a run on a disk that is full again and again, and at the last save."""
-    events = {3: "full in the middle", 5: "full", 7: "full to the brim", 9: "room", 11: "full"}
+    """All of a run on a disk that is full again and again, and at the save of a stop that was asked for."""
+    events = {3: "full in the middle", 5: "full", 7: "full to the brim", 9: "room", 11: "full at a stop"}
     at = tmp_path_factory.mktemp("full")
     (at / "disk").mkdir()
     variables = imported_first(HOOK, at / "hook")
@@ -91,7 +93,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
     full.outcome.failed(1)
-    assert [event["step"] for event in metrics(full.run, "step")] == list(range(1, 13)), "steps or their lines are lost"
+    assert [event["step"] for event in metrics(full.run, "step")] == list(range(1, 12)), "steps or their lines are lost"
     assert full.saved() == [2, 10], "once there is room a save works again"
     assert [text.split(":")[0] for text in full.warnings] == [f"no checkpoint of step {step}" for step in (4, 6, 8)]
     for text in full.warnings:
@@ -119,9 +121,9 @@ def test_the_checkpoints_that_were_there_are_intact_and_no_other_is_left(full: R
 
 def test_a_last_save_that_fails_fails_the_run(full: Ran) -> None:
     text = full.outcome.failed(1)
-    assert text.startswith("FAILED at step 12: the checkpoint of step 12 could not be saved: ")
-    assert "\n2 steps since checkpoint 10 are lost\n" in text
-    assert metrics(full.run, "stop")[0]["reason"].startswith("failed: RunError: the checkpoint of step 12")
+    assert "\nFAILED at step 11: the checkpoint of step 11 could not be saved: " in text
+    assert "\n1 step since checkpoint 10 is lost\n" in text
+    assert metrics(full.run, "stop")[0]["reason"].startswith("failed: RunError: the checkpoint of step 11")
     assert not (full.run / "results.json").exists()
 
 

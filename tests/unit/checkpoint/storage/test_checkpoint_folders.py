@@ -72,11 +72,6 @@ def test_newest_first_and_what_is_wrong(root: Root) -> None:
     assert not any(each.unreadable for each in found)
 
 
-def test_a_folder_of_another_step_has_a_problem(root: Root) -> None:
-    (root / step_name(100)).rename(root / step_name(150))
-    assert str(list(list_checkpoints(root))[-1].problem).endswith("is of step 100, and its folder of step 150")
-
-
 def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     newer = (root / step_name(500) / MANIFEST).read().replace(b'"version":1', b'"version":2')
     (root / step_name(500) / MANIFEST).write(newer)
