@@ -4,11 +4,16 @@ A cell is trained as `shardwise verify` trains it. Where its routers choose othe
 rounding may decide, it is compared with the choices of one process replayed.
 """
 
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from shardwise.config import Recompute, Schedule
 from shardwise.verify import cell_training
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature, trainable_cells
@@ -51,10 +56,47 @@ LAYOUTS: dict[str, tuple[str, Cell, tuple[tuple[str, str, Any], ...]]] = {
 """The family, the layout, and further keys: section, key and value."""
 
 
+VALUES: Mapping[str, Sequence[Any]] = {
+    "tensor": (1, 2, 4),
+    "sequence": (False, True),
+    "context": (1, 2),
+    "expert": (1, 2, 4),
+    "pipeline": (1, 2, 4),
+    "schedule": (None, *get_args(Schedule)),
+    "zero": (0, 1, 2, 3),
+    "data": (1, 2, 4, 8),
+}
+"""Of a drawn layout of 2 to 8 ranks."""
+
+
+def drawn(count: int) -> list[tuple[str, Cell]]:
+    """Layouts that differ, each of a drawn family and with a drawn recompute."""
+    generator, possible = random.Random(3), list[Cell]()
+    for *values, data in itertools.product(*VALUES.values()):
+        tensor, sequence, context, expert, pipeline, schedule, zero = values
+        ranks, shared = tensor * context * pipeline * data, data * context
+        is_layout = 1 < ranks <= 8 and shared % expert == 0 and (pipeline > 1) == (schedule is not None)
+        if is_layout and (tensor > 1 or not sequence) and (shared > 1 or not zero):
+            possible.append(Cell("cpu", ranks, *values))
+    cells = generator.sample(possible, count)
+    return [
+        (generator.choice([*CASES]), replace(cell, recompute=generator.choice(get_args(Recompute)))) for cell in cells
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(("family", "cell"), lambda: drawn(40))
+def test_any_layout_trains_like_one_process(family: str, cell: Cell, ranks: Any, tmp_path: Path) -> None:
+    check(family, cell, (), ranks, tmp_path)
+
+
 @pytest.mark.parametrize("name", few(LAYOUTS, "EP 2, PP 2, ZeRO-2"))
 def test_a_layout_trains_like_one_process(name: str, ranks: Any, tmp_path: Path) -> None:
-    """And one process goes on from its checkpoint."""
-    family, cell, changes = LAYOUTS[name]
+    check(*LAYOUTS[name], ranks, tmp_path)
+
+
+def check(family: str, cell: Cell, changes: Sequence[tuple[str, str, Any]], ranks: Any, tmp_path: Path) -> None:
+    """A layout trains like one process, and one process goes on from its checkpoint."""
     sections: dict[str, dict[str, Any]] = {"model": {"family": family, **SIZES, **CASES[family], **SPREAD}}
     for section, key, value in changes:
         sections.setdefault(section, {})[key] = value

@@ -62,6 +62,7 @@ def changed(text: str, diffs: list[str]) -> str:
 
 def test_the_changes_of_the_page_make_sharded_of_plain() -> None:
     assert changed(PLAIN, blocks("diff", STEPS)) == SHARDED
+    assert "checkpoint(block, x" in changed(SHARDED, blocks("diff", OPTIONAL)), "dropout and recompute"
 
 
 def test_it_takes_at_most_60_changed_lines() -> None:
@@ -281,6 +282,22 @@ def test_the_layers_of_the_page_compute_the_same_at_any_degree(tensor: int, sequ
         assert set(found) == set(gradients)
         errors = {name: dense.error(found[name], gradients[name]) for name in gradients}
         assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.slow
+def test_dropout_and_recompute_are_the_same_at_any_layout(followed: Followed) -> None:
+    (followed.at / "optional.py").write_text(changed(SHARDED, blocks("diff", OPTIONAL)))
+    overrides = ["model.family=optional:Decoder", "train.steps=4", "train.dropout_mode=invariant", "train.eval_every=4"]
+    layouts = {"alone": [], "cut": ["train.recompute=full", "parallel.tensor=2", "parallel.sequence=true"]}
+    losses = {}
+    for name, keys in layouts.items():
+        shardwise("train", RECIPE, *overrides, *keys, "--run-dir", f"runs/{name}", at=followed.at).succeeded()
+        losses[name] = [record["loss"] for record in metrics(followed.run(name)) if "loss" in record]
+    assert losses["cut"] == pytest.approx(losses["alone"], rel=1e-5)
+    steps, without = ([record["loss"] for record in metrics(followed.run(name), "step")] for name in ("alone", "one"))
+    assert steps[0] != pytest.approx(without[0], rel=1e-5), "nothing was dropped"
+    start, first = (metrics(followed.run(name), "eval")[0]["loss"] for name in ("alone", "one"))
+    assert start == pytest.approx(first, rel=1e-6), "an evaluation drops nothing"
 
 
 def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.config import load_config
 from shardwise.config.routing import Routing
+from shardwise.distributed.mesh import Group
 from shardwise.layers.experts import choose
 from shardwise.verify import recorded_choices
 from shardwise.verify.cell_training import ReferenceTraining, train_cell, train_reference
@@ -36,6 +37,12 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
         "the choice of experts by model.layers.0.mlp.gate for token 0 of sample 0 is not that of one process, though "
         "no scores were nearly equal"
     )
+
+
+def test_ranks_that_have_the_same_token_count_it_once() -> None:
+    by_rank = [{("gate", 1): 2, ("gate", 2): 1}, {("gate", 1): 2}]
+    with mock.patch.object(recorded_choices.collectives, "all_gather_objects", return_value=by_rank):
+        assert recorded_choices._joined({}, Group()) == {("gate", 1): 2, ("gate", 2): 1}
 
 
 @pytest.mark.parametrize(
