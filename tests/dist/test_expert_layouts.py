@@ -22,6 +22,7 @@ from tests.dist.test_experts import CASES, SIZES
 from tests.dist.training import make_config
 from tests.sweeps import few
 
+STEPS = 4
 SPREAD = {"initializer_range": 0.1}
 """So that it matters which experts are chosen."""
 DOCUMENTS = tuple(("data", key, True) for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"))
@@ -100,7 +101,7 @@ def check(family: str, cell: Cell, changes: Sequence[tuple[str, str, Any]], rank
     sections: dict[str, dict[str, Any]] = {"model": {"family": family, **SIZES, **CASES[family], **SPREAD}}
     for section, key, value in changes:
         sections.setdefault(section, {})[key] = value
-    config = miniature(make_config(**sections), [cell], 2, has_accelerator=False)
+    config = miniature(make_config(**sections), [cell], STEPS, has_accelerator=False)
     assert trainable_cells(config, [cell]) == ([cell], [])
     (one := tmp_path / "one").mkdir()
     source = cell_training.train_reference(config, Cell(), one)
