@@ -32,7 +32,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 
 UNSCALED = "the objectives of routers: give it to their Balance too, Balance(..., scaler=scaler)"
-"""Words on what a scaler of the loss does not scale, unless the balance has it."""
+"""What a scaler of the loss leaves out if the Balance does not have it too, in the words of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,7 +170,7 @@ class Experts(placement.PlacedModule):
         if balance is not None and balance.names:
             self.losses = RouterLosses(balance, routing, execution().context_group)
             if balance.scaler is None:
-                cast(Any, self.router.weight).unscaled_loss = UNSCALED
+                cast(Any, self.router.weight).words_on_unscaled_loss = UNSCALED
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size

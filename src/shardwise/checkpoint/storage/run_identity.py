@@ -91,7 +91,7 @@ def record_owner(root: Root, run: RunOwner) -> None:
 
 
 def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | None:
-    """The identity of the run that `config` continues in `directory`, its stored configuration; None: none took a step.
+    """The stored configuration that identifies the run which `config` continues in `directory`; None: none took a step.
 
     A run that took steps can only be continued with the same model and data.
 
