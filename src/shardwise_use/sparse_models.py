@@ -53,7 +53,7 @@ def split_sparse_name(name: str) -> tuple[str, int | None]:
 
 
 def place_in_sparse_layer(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The parameter of a sparse model in transformers 5 with an expert's weight: its name and shape so far, and the place.
+    """The parameter of a sparse model in transformers 5 for an expert's weight: name, shape so far, the weight's place.
 
     The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
     """

@@ -238,7 +238,7 @@ class FamilyConfig(Section):
         return self.rotates(layer), self.window(layer), self.routing(layer)
 
     def routing(self, layer: int) -> Routing | None:
-        """Return the rule by which a block's router chooses experts, one for all sparse blocks; None: the block is dense."""
+        """Return the rule of this block's router, the same in all sparse blocks of a model; None: the block is dense."""
         return None
 
     @property

@@ -192,7 +192,7 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 
 
 def mlp_blocks(workload: RankWorkload) -> int:
-    """For estimates, a rank's number of blocks whose MLP may gather its input again; experts keep those of their rows."""
+    """For estimates, a rank's number of blocks whose MLP may gather its input again: routed rows are kept."""
     return workload.layers - _sparse_blocks(workload)
 
 

@@ -31,9 +31,6 @@ from shardwise.config.routing import OBJECTIVES, Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 
-UNSCALED = "the objectives of routers: give it to their Balance too, Balance(..., scaler=scaler)"
-"""What a scaler of the loss leaves out if the Balance does not have it too, in the words of an error."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:

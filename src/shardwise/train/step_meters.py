@@ -239,11 +239,7 @@ class StepTotals(Protocol):
 
 
 class StepMeters:
-    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use.
-
-    Attributes:
-        totals: all that is added up between steps that are logged, on all ranks alike.
-    """
+    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
