@@ -163,7 +163,7 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The problems of an error on counts by name that are no whole numbers of at least 1; numpy's numbers are valid."""
+    """The problems, for an error, of counts by name that are no whole numbers of at least 1; numpy's are valid."""
     # Costly for every command.
     from numbers import Integral
 
