@@ -144,7 +144,7 @@ BAD: dict[str, tuple[str, str]] = {
     "two.sh": (f"{MEGATRON} --per_device_train_batch_size 2 --learning_rate 1\n", SEVERAL),
     "three.sh": (
         "run.py --grad_accum_usteps 2 --use_zero_1 1 --use_mix_precision --tensor_parallel_size 2 --output_dir o "
-        "--per_device_train_batch_size 2 --learning_rate 1 --gradient_checkpointing\n",
+        "--per_device_train_batch_size 2 --learning_rate 1\n",
         "settings of Hugging Face's Trainer and Neuron's scripts: keep",
     ),
     "odd.sh": (f"{MEGATRON} --lr [1,\n", "the value '[1,' is not valid YAML: "),
