@@ -103,7 +103,9 @@ def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | 
     try:
         stored = parse_yaml(files.read_plain(directory.config).decode(), str(directory.config))
         reason = "" if isinstance(stored, dict) else "it holds no configuration"
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
+    except ConfigError as error:
+        reason = "; ".join(error.problems)
+    except (OSError, UnicodeDecodeError) as error:
         reason = str(error)
     if reason:
         raise ConfigError(
