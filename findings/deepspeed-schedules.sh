@@ -4,7 +4,7 @@
 # Seen in DeepSpeed 0.19.8, warmup 4 of 10 steps, a peak of 1 being the optimizer's own rate of 3e-4:
 # - The first two updates have the rate 0, and change nothing: a schedule sets 0 when it is made, and counts from 0 after the
 #   first update. Update s has the rate of s - 2.
-# - WarmupCosineLR counts its decay from 1 on, so that no update has the peak. At the end two have the least rate.
+# - WarmupCosineLR counts its decay from 1 on, so that no update has the peak, nor one of the ten the least rate, 0.0001.
 # - WarmupDecayLR rises to 0.001 where it has no warmup_max_lr, whatever the optimizer's rate is. WarmupLR and WarmupCosineLR
 #   rise to the optimizer's.
 #   WarmupLR                     0.00 0.00 0.25 0.50 0.75 1.00 1.00 1.00 1.00 1.00
@@ -18,7 +18,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python=${PYTHON:-python3}
 "$python" -m pip install -q --no-deps --no-build-isolation --target "$folder/site" \
-  deepspeed==0.19.8 hjson==3.1.0 ninja==1.13.2 py-cpuinfo==9.0.0 msgpack==1.2.4 einops==0.8.2 2>/dev/null
+  deepspeed==0.19.8 hjson==3.1.0 ninja==1.13.2 py-cpuinfo==9.0.0 msgpack==1.2.4 einops==0.8.2 2>"$folder/log" || { cat "$folder/log" >&2; exit 1; }
 cat > "$folder/try.py" <<'PY'
 import torch
 from deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -48,6 +48,9 @@ for name, seen in cases.items():
     assert seen[:2] == [0, 0] and seen[2] > 0, f"{name} no longer begins with two updates of rate 0"
 assert max(cases["WarmupLR"]) == 1
 assert max(cases["WarmupCosineLR"]) < 0.94, "WarmupCosineLR now reaches the peak"
+assert min(cases["WarmupCosineLR"][2:]) > 0.05, "WarmupCosineLR now reaches the least rate"
 assert abs(max(cases["WarmupDecayLR"]) * RATE - 1e-3) < 1e-12, "WarmupDecayLR now rises to the optimizer's rate"
 PY
-DS_ACCELERATOR=cpu PYTHONPATH="$folder/site" "$python" -W ignore "$folder/try.py" 2>/dev/null | grep '^Warmup'
+DS_ACCELERATOR=cpu PYTHONPATH="$folder/site" "$python" -W ignore "$folder/try.py" >"$folder/out" 2>"$folder/log" ||
+  { cat "$folder/log" >&2; exit 1; }
+grep '^Warmup' "$folder/out"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Guess: schedules of transformers that have a warmup begin at 0, reach the optimizer's rate, and go down from there.
-# Seen in transformers 5.24.0 (as in 5.23.0), as parts of the optimizer's rate:
+# Seen in transformers 5.24.0, as parts of the optimizer's rate:
 # - cosine_warmup_with_min_lr counts its updates from 1 on where all others count from 0. Its warmup of 4 is 0.25 at the first
 #   update, and without a warmup no update has the rate. Beside cosine_with_min_lr each update has the rate of the next one.
 # - warmup_stable_decay with less room than warmup and decay take keeps both lengths: the decay begins in its midst, and the
-#   rate falls in one step. Nothing is said. Warmup 8 and decay 4 of 10 updates, by decay_type linear:
+#   rate falls in one step. Warmup 8 and decay 4 of 10 updates, by decay_type linear:
 #   cosine_with_min_lr         0.00 0.25 0.50 0.75 1.00 0.94 0.78 0.55 0.33 0.16
 #   cosine_warmup_with_min_lr  0.25 0.50 0.75 1.00 0.94 0.78 0.55 0.33 0.16 0.10
 #   the same without a warmup  0.98 0.91 0.81 0.69 0.55 0.41 0.29 0.19 0.12 0.10

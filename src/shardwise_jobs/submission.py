@@ -16,7 +16,7 @@ from shardwise.base.files import write_atomic
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
-from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank
+from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
 from shardwise.estimates.memory_choice import fitted_to_memory
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
@@ -184,8 +184,6 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
         )
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
-        from shardwise_plan.prediction_text import too_large_text
-
         raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))
 
 

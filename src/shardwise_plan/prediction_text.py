@@ -6,9 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.base import units
-from shardwise.base.errors import see
 from shardwise.config import Config, Layout, tokens_of_run
-from shardwise.estimates.memory import RESERVED
+from shardwise.estimates.memory import RESERVED, too_large_text
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster, pipeline_warnings
 from shardwise_plan.plan import Plan, predict_layout
@@ -88,12 +87,3 @@ def step_duration(seconds: float) -> str:
         return units.duration(seconds)
     number, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
     return f"{number:#.4g}".rstrip(".") + f" {unit}"
-
-
-def too_large_text(needed: float, memory: float, device: str) -> str:
-    """The planner's message where the predicted memory of a rank exceeds that of its device."""
-    return (
-        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
-        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
-        f"train.recompute=full{see('runs#model-does-not-fit')}"
-    )

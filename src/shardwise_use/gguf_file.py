@@ -34,7 +34,7 @@ from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 from shardwise_use.gguf_tokenizer import GGUFVocabulary, gguf_vocabulary
-from shardwise_use.sparse_models import add_gguf_keys, without_number
+from shardwise_use.sparse_models import add_gguf_keys, split_sparse_name
 
 _ARCHITECTURES = {
     "gpt": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2",
@@ -144,7 +144,7 @@ class GGUFExport:
         tensors: dict[str, StreamedWeight] = {}
         numbered: dict[str, dict[int, StreamedWeight]] = {}
         for weight in self.export.weights:
-            plain, number = without_number(weight.name.replace("_correction_bias", "_correction.bias"))
+            plain, number = split_sparse_name(weight.name.replace("_correction_bias", "_correction.bias"))
             name = names.get_name(plain, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise ConfigError(f"llama.cpp's architecture {self.architecture} has no tensor for {weight.name}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import FamilyConfig
-from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
+from shardwise.config.hugging_face_names import ROUTER_BIAS
 
 _NUMBERED = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 NEMO_ARGUMENTS = {"num_moe_experts": "num_experts"}
@@ -42,22 +42,22 @@ TORCHTITAN_NAMES = {"mlp.gate": "moe.router.gate"} | {
     f"mlp.experts.{name}_proj": f"moe.routed_experts.inner_experts.{stacked}"
     for name, stacked in (("gate", "w1_EFD"), ("down", "w2_EDF"), ("up", "w3_EFD"))
 }
-"""Canonical modules `without_number` → torchtitan's tensors of all experts."""
+"""Canonical modules `split_sparse_name` → torchtitan's tensors of all experts."""
 TORCHTITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 
-def without_number(name: str) -> tuple[str, int | None]:
-    """For another program's names of experts, a canonical name without its expert's number, and that number or None."""
+def split_sparse_name(name: str) -> tuple[str, int | None]:
+    """For another program's files, a canonical name without the number of its expert, and this number or None."""
     match = _NUMBERED.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
 
 
-def place_in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The fused parameter of a sparse model of transformers 5 with an expert's weight: name, shape so far, place.
+def place_in_sparse_layer(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
+    """The parameter of a sparse model in transformers 5 for an expert's weight: name, shape so far, the weight's place.
 
     The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
     """
-    plain, number = without_number(name)
+    plain, number = split_sparse_name(name)
     if number is None:
         return name, shape, ()
     layer_experts, leaf, _ = plain.rsplit(".", 2)
@@ -66,7 +66,7 @@ def place_in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, .
     return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)
 
 
-def refuse_divided_files(folder: Path, file: str) -> None:
+def refuse_divided_sparse_model(folder: Path, file: str) -> None:
     """Raise ConfigError for an imported file of ranks that divide experts among them."""
     if _DIVIDED_FILES.fullmatch(file):
         raise ConfigError(f"{folder} is of a model with experts ({file}): save it again as torch_dist")
@@ -85,7 +85,7 @@ def trainer_balance(model: Mapping[str, Any], names: Iterable[str]) -> tuple[dic
             "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
             "batch, and metrics.jsonl has it beside the loss"
         )
-    if any(name.endswith(WITHOUT_GRADIENT) for name in names):
+    if any(name.endswith(ROUTER_BIAS) for name in names):
         keys["optimizer.router_bias_rate"] = 0.0
         notes.append("the Trainer does not change the routers' correction biases, so optimizer.router_bias_rate is 0")
     return keys, notes
@@ -122,7 +122,7 @@ def megatron_section(
 
 def megatron_module(name: str, config: FamilyConfig) -> tuple[str, str, int]:
     """The beginning of the role of a layer's module, its name as a module of an MLP, and the width of this MLP."""
-    plain, number = without_number(name)
+    plain, number = split_sparse_name(name)
     if number is None:
         return "", name, config.intermediate_size
     return f"experts.{number}.", f"mlp.{plain.rpartition('.')[2]}", config.expert_width

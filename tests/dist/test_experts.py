@@ -257,7 +257,7 @@ def use_a_copy() -> str:
 
 def test_a_copied_layer_is_refused(ranks: Any) -> None:
     for text in ranks(2).run(use_a_copy):
-        assert "was copied, without the gradients that it keeps" in text
+        assert "experts with train.bitwise was copied, without the gradients that it keeps: build another layer" in text
 
 
 class Sparse(torch.nn.Module):

@@ -163,7 +163,7 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The messages of a ConfigError for counts, by name, that are no whole number of at least 1; numpy's are valid."""
+    """The problems, for an error, of counts by name that are no whole numbers of at least 1; numpy's are valid."""
     # Costly for every command.
     from numbers import Integral
 
@@ -182,7 +182,7 @@ def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
 
 
 def divisors(number: int) -> set[int]:
-    """All divisors of a number above 0, in as many steps as its square root; messages of errors name the nearest."""
+    """All divisors of a number above 0, of which errors name the nearest, in time proportional to its square root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return {*small, *(number // n for n in small)}
 
@@ -232,7 +232,7 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}{text}{place}"
 
 
-def text_of_error(error: ShardwiseError) -> str:
+def counted_text(error: ShardwiseError) -> str:
     """Return the text of an error, with the number of its problems above them if there are several."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return f"{len(error.problems)} errors\n{error}"

@@ -107,11 +107,11 @@ def _open_closed_streams() -> None:
 
 def _fail(error: ShardwiseError, arguments: Sequence[str] = ()) -> int:
     """Show an error and return its exit code; `arguments`: those of the command line, for one that is refused."""
-    from shardwise.base.errors import text_of_error
+    from shardwise.base.errors import counted_text
     from shardwise.launch.first_failure import Failure, show_failure
 
     place = joined()
-    text = text_of_error(error)
+    text = counted_text(error)
     if isinstance(error, ConfigError) and (corrected := _corrected(list(arguments))):
         text = f"{text}\n{corrected}"
     failure = Failure(place.rank if place is not None else 0, text, error.exit_code)

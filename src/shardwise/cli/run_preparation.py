@@ -78,7 +78,7 @@ def _claim(locks: ExitStack, run_path: Path) -> None:
 
 
 def is_finished_run(locks: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
-    """For a command, claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
+    """Before a command trains, claim a folder that exists; True if its run has taken all steps, as rank 0 then prints.
 
     Where `checkpoint.resume` names a step it is False: the checkpoints alone tell whether the run went back already.
 
@@ -123,7 +123,7 @@ def prepare_run(
 
 
 def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str], None] | None) -> None:
-    """For a command, fetch what keys name by a hub id and tokenize the data; of processes with one cache, one does it.
+    """Prepare a run: fetch what keys name by a hub id, and tokenize data; one of the processes with one cache does it.
 
     A run that continues has its own weights and tokenizer, so that those of `checkpoint.load` may be gone.
 

@@ -193,9 +193,10 @@ class _Verified:
 
     def show(self) -> None:
         """Print what was trained, a table for each device, and the verdict."""
-        # The last outcome is that of one process, which read the last layout's checkpoint.
-        *outcomes, one_process = self.result.outcomes
-        output.table([*self._fields(one_process.cell.device), *(("left out", reason) for reason in self.refused)])
+        outcomes = self.result.layout_outcomes
+        output.table(
+            [*self._fields(self.result.outcomes[-1].cell.device), *(("left out", reason) for reason in self.refused)]
+        )
         for device, of_device in itertools.groupby(outcomes, key=lambda outcome: outcome.cell.device):
             output.line()
             _show_table(device, list(of_device), counts_choices=bool(self.result.choices))

@@ -238,7 +238,7 @@ class FamilyConfig(Section):
         return self.rotates(layer), self.window(layer), self.routing(layer)
 
     def routing(self, layer: int) -> Routing | None:
-        """Return the rule by which the router of this block chooses experts; None: its MLP is one for all tokens."""
+        """Return the rule of this block's router, the same in all sparse blocks of a model; None: it is dense."""
         return None
 
     @property

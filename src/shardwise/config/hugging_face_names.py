@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from shardwise.base.parsing import read_mapping
 
-WITHOUT_GRADIENT = (".e_score_correction_bias",)
+ROUTER_BIAS = ".e_score_correction_bias"
+WITHOUT_GRADIENT = (ROUTER_BIAS,)
 """Ends of names of weights that a rule moves in small steps, for which files of any dtype have them in float32."""
 
 

@@ -118,7 +118,7 @@ def carried_comments(recipe: str, config: Config) -> str:
 
 
 def require_data(config: Config, recipe: str) -> None:
-    """Raises ConfigError for a recipe that names no data, with its comments that name some."""
+    """Raise ConfigError for a recipe without data; the error shows the data that comments in its file name."""
     if config.names_no_data:
         lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)

@@ -107,7 +107,7 @@ def kept_batch(stored: Mapping[str, Any], train: TrainConfig) -> int | None:
 
 
 def kept_batch_note(stored: Mapping[str, Any], train: TrainConfig) -> str | None:
-    """The note on the rule of resumption that a run keeps its global batch, whatever its key gives on these ranks."""
+    """The note that a resumed run keeps its global batch, whatever its rule gives on these ranks."""
     kept = kept_batch(stored, train)
     if kept is None:
         return None

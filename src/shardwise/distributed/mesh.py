@@ -254,7 +254,7 @@ class Group:
 
 
 def sends_to_all(group: Group, tensor: Tensor) -> bool:
-    """True if a group's collectives send a tensor to all ranks at once: gloo takes as long for a step of a ring."""
+    """True if a mesh's group sends a tensor to all its ranks at once, as gloo takes as long for one step of a ring."""
     return group.scatter_by_all_to_all and group.size <= _FEW_RANKS and 0 < tensor.nbytes <= _SMALL_BYTES
 
 

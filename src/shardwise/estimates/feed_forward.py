@@ -192,7 +192,7 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 
 
 def mlp_blocks(workload: RankWorkload) -> int:
-    """The number of estimated blocks on this rank whose second half is an MLP: these may gather their inputs again."""
+    """For estimates, a rank's number of blocks whose MLP may gather its input again: routed rows are kept."""
     return workload.layers - _sparse_blocks(workload)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
+from shardwise.base import units
+from shardwise.base.errors import see
 from shardwise.base.hardware import torch_version
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage
@@ -536,3 +538,12 @@ def settings_left_to_memory(config: Config, layout: Layout) -> list[dict[str, ob
     if is_open and not (config.splits_backward or config.precision.matmul):
         choices += [settings | {"sequence_regather": True} for settings in choices]
     return choices
+
+
+def too_large_text(needed: float, memory: float, device: str) -> str:
+    """The message where the memory estimate of a rank exceeds that of its device."""
+    return (
+        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
+        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
+        f"train.recompute=full{see('runs#model-does-not-fit')}"
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import errors
-from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see, text_of_error
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, counted_text, see
 from shardwise.base.redaction import redacted, redacted_arguments
 from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
@@ -29,7 +29,7 @@ from shardwise.runs.folder import RunDirectory, now, open_log
 def show_error(
     error: BaseException, place: Rank | None, run_path: Path | None, log: Path | None, began: float
 ) -> Failure:
-    """Show the error by which a launched rank fails once for all ranks, and record it in the run's folder."""
+    """Show, once for all ranks, the error by which a launched rank fails, and record it in the run's folder."""
     failure = failure_of_error(error, 0 if place is None else place.rank, run_path, log)
     # A request of the user to end at once is no failure of the run.
     is_request = isinstance(error, KeyboardInterrupt)
@@ -38,12 +38,12 @@ def show_error(
 
 
 def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
-    """Describe for the user the error that ends a rank of a launch. The traceback of an unexplained one is logged."""
+    """Describe for the user the error by which a launched rank fails; logs the traceback of an unexplained one."""
     if isinstance(error, ShardwiseError):
         waited = isinstance(error, LostPeerError)
         if waited:
             _write_traceback(error, log)
-        return Failure(rank, text_of_error(error), error.exit_code, waited)
+        return Failure(rank, counted_text(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         if run_path is not None:
@@ -83,7 +83,7 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
 
 
 def send_failure_notice(failure: Failure, run: Path, began: float) -> None:
-    """Send the notice of a failed run from one of its ranks: rank 0 is first, the others wait."""
+    """Send the notice of a failed run once for all its ranks: rank 0 is first, the others wait."""
     time.sleep((2.0 + 0.01 * (failure.rank % 100)) * (failure.rank > 0))
     mark = run / ".failure-told"
     with contextlib.suppress(OSError):  # the folder may be gone; file systems round times

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import RunError, ShardwiseError, see, text_of_error
+from shardwise.base.errors import RunError, ShardwiseError, counted_text, see
 from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
 from shardwise.launch import heartbeat, local, stop_requests
@@ -237,7 +237,7 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
     """Describe an error before the ranks start for the user."""
     rank = node.number * nproc
     if isinstance(error, ShardwiseError):
-        return Failure(rank, redacted(text_of_error(error)), error.exit_code)
+        return Failure(rank, redacted(counted_text(error)), error.exit_code)
     text = f"node {node.name} cannot start its ranks: {type(error).__name__}: {error}"
     return Failure(rank, f"{redacted(text)}; see logs/launcher-{node.name}.log", RunError.exit_code)
 

@@ -148,7 +148,7 @@ def as_rank(
 
 @contextmanager
 def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None]:
-    """Run a training that a program called as a rank's body; record its error in the run's folder, if known."""
+    """Run a training that a program called as a rank; record its error in the run's folder, if known, and raise it."""
     began = time.time()
     try:
         yield

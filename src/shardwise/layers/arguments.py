@@ -86,7 +86,7 @@ def refuse_unknown(
 
 
 def layer_sizes(given: object, count: int, problem: str) -> tuple[int, ...]:
-    """Return a layer's `count` sizes, of which one may stand alone; raise `problem` as ArgumentError if they differ."""
+    """Return a layer's sizes, one or several; ArgumentError of `problem` unless they are `count` numbers above 0."""
     sizes = tuple(given) if isinstance(given, Sequence) else (given,)
     if len(sizes) != count or not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
         raise ArgumentError(problem)

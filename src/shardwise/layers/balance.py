@@ -31,9 +31,6 @@ from shardwise.config.routing import OBJECTIVES, Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 
-UNSCALED = "the objectives of routers: give it to their Balance too, Balance(..., scaler=scaler)"
-"""Words on what a scaler of the loss does not scale, unless the balance has it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:

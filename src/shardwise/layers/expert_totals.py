@@ -37,8 +37,8 @@ class ExpertTotals:
         self._mesh = mesh
 
     @staticmethod
-    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> ExpertTotals | None:
-        """Return the totals of this rank's part of a model; None if the whole model has no experts."""
+    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> list[ExpertTotals]:
+        """Return the totals of this rank's part of a model; empty if the whole model has no experts."""
         if config.is_own:
             layers = dict(enumerate(experts_of(model)))
             routings = {number: layer.router.routing for number, layer in layers.items()}
@@ -46,7 +46,7 @@ class ExpertTotals:
             # Another rank has other blocks: the name tells which these are.
             layers = {int(re.findall(r"\d+", layer.name)[0]): layer for layer in experts_of(model)}
             routings = config.routings
-        return ExpertTotals(layers, routings, mesh) if routings else None
+        return [ExpertTotals(layers, routings, mesh)] if routings else []
 
     def take(self) -> Tensor:
         """Return the totals of all blocks over all ranks, `[L, N + K]` in float32. Collective over all ranks.

@@ -21,7 +21,7 @@ from shardwise.config.routing import OBJECTIVES, SUMS, ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
-from shardwise.layers.balance import UNSCALED, RouterLosses
+from shardwise.layers.balance import RouterLosses
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.expert_rows import Journey, SumsByToken, rows_of_each, weighted_sums
@@ -170,7 +170,8 @@ class Experts(placement.PlacedModule):
         if balance is not None and balance.names:
             self.losses = RouterLosses(balance, routing, execution().context_group)
             if balance.scaler is None:
-                cast(Any, self.router.weight).unscaled_loss = UNSCALED
+                text = "the objectives of routers: give it to their Balance too, Balance(..., scaler=scaler)"
+                cast(Any, self.router.weight).unscaled_loss_text = text
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.config import (
     BertConfig,
     Config,
@@ -28,6 +27,7 @@ from shardwise.models.blocks import ModelPart
 
 if TYPE_CHECKING:
     from shardwise.layers.balance import Balance
+    from shardwise.layers.expert_totals import ExpertTotals
 
 _ARCHITECTURES: dict[type[FamilyConfig], str] = {
     DecoderConfig: "llama:Llama",
@@ -126,29 +126,23 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     )
 
 
-class StepTotals(Protocol):
-    """Totals of a model's steps, added up on a rank between logged ones: losses by source, loads of experts."""
-
-    def take(self) -> Tensor:
-        """Return the totals of all ranks, and begin anew. Collective."""
-
-    def record(self, totals: Sequence[float], position: int) -> StepDetail | None:
-        """Return the record of these totals, at a place in the order of the data."""
-
-
-def step_totals(model: nn.Module, family: ModelConfig, mesh: Mesh) -> list[StepTotals]:
+def step_totals(model: nn.Module, config: ModelConfig, mesh: Mesh) -> list[ExpertTotals]:
     """Return the totals that a built model adds up between logged steps, the same on all ranks."""
+    if not (config.is_own or config.is_sparse):
+        return []
     from shardwise.layers.expert_totals import ExpertTotals
 
-    totals = ExpertTotals.of(model, family, mesh)
-    return [] if totals is None else [totals]
+    return ExpertTotals.of(model, config, mesh)
 
 
-def add_step_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, settings: OptimizerConfig, mesh: Mesh) -> None:
+def add_step_hooks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ModelConfig, settings: OptimizerConfig, mesh: Mesh
+) -> None:
     """Let each step of an optimizer update what no gradient does in a built model."""
-    from shardwise.layers.experts import balance_experts
+    if config.is_own or config.is_sparse:
+        from shardwise.layers.experts import balance_experts
 
-    balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
+        balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
 
 
 def model_adds_products(config: Config, device: torch.device) -> bool:

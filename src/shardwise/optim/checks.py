@@ -323,7 +323,7 @@ def require_scaled(scale: Tensor | None, buckets: Iterable[Bucket], *, clipped: 
         RuntimeError: the gradients were unscaled, or clipped, before; or a part of the loss was not scaled.
     """
     for parameter in (parameter for bucket in buckets for parameter in bucket.parameters):
-        if unscaled := getattr(parameter, "unscaled_loss", None):
+        if unscaled := getattr(parameter, "unscaled_loss_text", None):
             raise RuntimeError(f"the scaler scales the loss, but not {unscaled}")
     if scale is None:
         raise RuntimeError(

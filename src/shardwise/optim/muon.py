@@ -235,7 +235,7 @@ def _negative_rate(group: dict[str, Any], shape: tuple[int, ...]) -> float:
 
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices for Muon: those of a model's blocks, the entries of its module lists, but of embeddings.
+    """Return the matrices that Muon updates: those of a model's blocks, its module lists' entries, without embeddings.
 
     A rank's stages are a list too, whose entries are no blocks.
     """

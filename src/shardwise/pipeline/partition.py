@@ -37,7 +37,7 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
 
 
 def partition_by_rank(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
-    """Partition a model: the stages of each pipeline rank, and the padded elements of their parameters, or None."""
+    """The stages of each rank in a pipeline's partition, and the elements of their parameters with padding, or None."""
     plan = stage_plan(config, layout)
     model = config.shapes
     by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]

@@ -91,6 +91,8 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
         return read_mapping(run.config)
     except OSError as error:
         problem = reason_of(error)
+    except ConfigError as error:
+        problem = "; ".join(error.problems)
     except ValueError as error:
         problem = str(error)
     raise ConfigError(f"{run.path} must be a run's folder: {run.config} cannot be read ({problem})")

@@ -286,8 +286,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
-    if config.may_have_experts:
-        add_step_hooks(model, optimizer, config.optimizer, mesh)
+    add_step_hooks(model, optimizer, config.model, config.optimizer, mesh)
     return optimizer
 
 

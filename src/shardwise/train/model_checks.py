@@ -153,7 +153,7 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def find_non_finite(model: nn.Module, loss: float) -> tuple[tuple[int, int, int], str]:
-    """Check the model in training: a key that sorts the nearest cause first, and a text on a non-finite value, or "".
+    """Find a non-finite value of a model in training; return a key that sorts nearest causes first, and a text or "".
 
     The key has 0 for a weight, 1 for the loss and 2 for a gradient; then stage and parameter in the order of the pass
     that uses them.

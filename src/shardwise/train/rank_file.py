@@ -109,7 +109,7 @@ def place_of_rank(run: RunDirectory, rank: int) -> str:
 
 
 def process_seconds() -> float:
-    """Seconds of a training since the process of this rank began."""
+    """Seconds since the process of this rank of a training began."""
     # By the clock of the machine, as the system records it: Python's own counters begin after its imports.
     return time.time() - psutil.Process().create_time()
 

@@ -161,7 +161,7 @@ def restore_first_intact(candidates: Sequence[StepFolder], training: Training, r
 def set_later_checkpoints_aside(
     root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool
 ) -> list[str]:
-    """Resume a training at a step: rename the checkpoints after it; returns their new names. Collective.
+    """Before a training resumes at a step, rename the checkpoints after it; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
 

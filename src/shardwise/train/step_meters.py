@@ -22,16 +22,17 @@ from functools import cached_property
 from itertools import starmap
 from operator import methodcaller
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.build import StepTotals, step_totals
+from shardwise.models.build import step_totals
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
@@ -227,12 +228,18 @@ class _StepNumbers(NamedTuple):
     totals: Sequence[Sequence[float]]
 
 
-class StepMeters:
-    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use.
+class StepTotals(Protocol):
+    """Numbers that a rank's meters add up between logged steps, such as losses by source and loads of experts."""
 
-    Attributes:
-        totals: all that is added up between steps that are logged, on all ranks alike.
-    """
+    def take(self) -> Tensor:
+        """Return the totals of all ranks, and begin anew. Collective."""
+
+    def record(self, totals: Sequence[float], position: int) -> StepDetail | None:
+        """Return the record of these totals, at a place in the order of the data."""
+
+
+class StepMeters:
+    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -246,8 +253,7 @@ class StepMeters:
 
             self.sources = SourceLosses(batches, mesh)
         self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
-        if training.config.may_have_experts:
-            self.totals += step_totals(training.model, training.config.model, mesh)
+        self.totals += step_totals(training.model, training.config.model, mesh)
         self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
@@ -350,6 +356,6 @@ class StepMeters:
 
 
 def state_bytes_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
-    """Measure bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
+    """Add up for the meters the bytes of `parameters`, `gradients` and `optimizer` on this rank's device."""
     state = optimizer.state_bytes()
     return kept_bytes(model, optimizer, state["state"] + state["masters"])

@@ -71,8 +71,13 @@ class Verification:
 
     def replayed_text(self) -> str:
         """Return words on the layouts that were compared with the choices of one process; empty if none was."""
-        *differences, _ = (outcome.differences for outcome in self.outcomes)
+        differences = (outcome.differences for outcome in self.layout_outcomes)
         return replayed_text(sum(values is not None and values.choices.differing > 0 for values in differences))
+
+    @property
+    def layout_outcomes(self) -> Sequence[CellOutcome]:
+        """Outcomes of all layouts, without that of one process."""
+        return self.outcomes[:-1]
 
     @property
     def broken(self) -> list[CellOutcome]:

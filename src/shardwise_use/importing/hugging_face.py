@@ -43,7 +43,7 @@ from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 
 def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
-    """The config.json that `checkpoint import --config` names, and the model in it; `ignore`: as there."""
+    """The config.json that `checkpoint import --config` names, and the model in it, without the fields to `ignore`."""
     path = config_file / writing.CONFIG if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")

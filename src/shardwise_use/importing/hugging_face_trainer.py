@@ -28,7 +28,7 @@ from shardwise.runs.json_records import read_record
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import place_in_fused, trainer_balance
+from shardwise_use.sparse_models import place_in_sparse_layer, trainer_balance
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -163,7 +163,7 @@ def _by_name(
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
     saved = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
-    # Some families have the gate of a layer before the weights that it chooses from.
+    # Some families have the router of a layer, `gate`, before its experts.
     for gate_first in (True, False):
         parameters = _parameters(shapes, opened.config.family, gate_first=gate_first)
         if len(groups) > 1:
@@ -205,7 +205,7 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, gate_firs
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        key, shape, place = place_in_fused(name, shapes[name])
+        key, shape, place = place_in_sparse_layer(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
         parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())

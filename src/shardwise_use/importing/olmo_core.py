@@ -265,8 +265,7 @@ def _schedule(scheduler: Mapping[str, Any] | None, lr: float, steps: Any) -> tup
     if kind not in ends or warmup is None or scheduler.get("units", "steps") != "steps":
         return {}, [f"the scheduler {kind} by {scheduler.get('units')} is not carried over: give optimizer.schedule"]
     if ends[kind][0] < warmup:
-        return {}, [
-            f"{kind} decays in steps of its warmup ({warmup}), which is not carried over: give optimizer.schedule"
-        ]
+        text = f"{kind} begins to decay before its warmup ({warmup} steps) ends"
+        return {}, [f"{text}, which is not carried over: give optimizer.schedule"]
     points = imported_points(scheduler.get("warmup_min_lr", 0.0) / lr, warmup, *ends[kind], lag=0)
     return {"optimizer.schedule": "points", "optimizer.points": points}, []

@@ -130,7 +130,7 @@ def follow_reference(value: Any, path: Path) -> Any:
 
 @contextlib.contextmanager
 def content_errors(problem: str, fix: str = "") -> Iterator[None]:
-    """For importers: what a file's unexpected content raises inside is a ConfigError of `problem`, reason and fix."""
+    """Inside, raise errors of an imported file's unexpected content as a ConfigError of `problem`, reason and fix."""
     try:
         yield
     except ConfigError:

@@ -18,7 +18,7 @@ from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import refuse_divided_files
+from shardwise_use.sparse_models import refuse_divided_sparse_model
 
 _SHOWN = 8
 _DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
@@ -63,7 +63,7 @@ def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
     ranks: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
-        refuse_divided_files(folder, path.name)
+        refuse_divided_sparse_model(folder, path.name)
         if match := pattern.fullmatch(path.name):
             numbers = [int(number) for number in match.groups() if number]
             ranks[numbers[0], numbers[1] if len(numbers) > 1 else 0] = path

@@ -26,7 +26,7 @@ from shardwise.config import FamilyConfig
 from shardwise_use.importing import dcp_models
 from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, model_of_config_file
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
-from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, without_number
+from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, split_sparse_name
 
 _OTHER = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 _MODULES = {
@@ -37,7 +37,7 @@ _MODULES = {
     "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", **TORCHTITAN_NAMES,
 }  # fmt: skip
-"""Canonical module, `without_number` → torchtitan's."""
+"""Canonical module, `split_sparse_name` → torchtitan's."""
 _FAMILIES = {"llama": True, "qwen3": False, "qwen3_moe": False}
 """Family → its heads are rotated in neighbouring pairs there."""
 
@@ -69,7 +69,7 @@ def open_torchtitan(
 
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
     for name in canonical_shapes(config):
-        plain, number = without_number(name)
+        plain, number = split_sparse_name(name)
         there = dcp_models.foreign_name(plain, "layers", _MODULES)
         # The weights of several modules are one tensor, whose name is that of the parameter.
         there = there if number is None else there.removesuffix(".weight")

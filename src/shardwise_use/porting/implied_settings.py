@@ -18,14 +18,20 @@ _RULE = "optimizer.params."
 _KWARGS = "lr_scheduler_kwargs"
 _PEAK = f"{_SCHEDULE}warmup_max_lr"
 _OF_TRL = frozenset(
-    ("assistant_only_loss", "completion_only_loss", "dataset_text_field", "eval_packing", "packing", "packing_strategy")
-)
-"""Names of trl's SFTConfig, whose defaults are not those of the Trainer's arguments."""
+    ("activation_offloading", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eval_packing",
+     "loss_type", "max_length", "packing", "packing_strategy", "padding_free", "trl", "truncation_mode")
+)  # fmt: skip
+"""The command `trl sft`, and names of its SFTConfig, whose defaults are not those of the Trainer's arguments."""
 
 
-def implied_settings(program: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that others of the file imply, where it has none."""
+def implied_settings(program: str, settings: Mapping[str, Any], steps: int | None = None) -> dict[str, Any]:
+    """The settings that others of the file imply, where it has none; a schedule of DeepSpeed replaces `adam_lr`.
+
+    `steps`: those of the training, if they are given beside the file.
+    """
     rules = _RULES.get(program)
+    if program == "axolotl" and steps is not None:
+        settings = {**settings, "max_steps": steps}
     return rules(settings) if rules else {}
 
 
@@ -67,8 +73,8 @@ def _of_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
         implied |= {f"{_RULE}muon_lr": rate or 0.02, f"{_RULE}adam_lr": rate or 3e-4}
         implied |= {f"{_RULE}betas": [0.9, 0.95], f"{_RULE}eps": 1e-10}
     implied = _left_out(implied, settings)
-    peak = settings.get(_PEAK, implied.get(_PEAK, "auto"))
-    if rule == "muon" and peak != "auto":
+    peak = {**settings, **implied}.get(_PEAK)
+    if rule == "muon" and peak not in (None, "auto"):
         implied[f"{_RULE}adam_lr"] = peak  # the schedule sets the rate of all parameters
     return implied
 
@@ -78,7 +84,9 @@ def _of_megatron(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("lr_decay_style") == "WSD":
         implied["lr_wsd_decay_style"] = "exponential"
     if str(settings.get("optimizer")).endswith("muon"):
-        implied |= {"muon_momentum": 0.9, "muon_nesterov": False, "muon_scale_mode": "spectral"}
+        implied |= {"muon_momentum": 0.9, "muon_scale_mode": "spectral"}
+        # Up to Megatron Core 0.16 the name is muon_use_nesterov.
+        implied |= {} if settings.get("muon_use_nesterov") else {"muon_nesterov": False}
         if settings.get("muon_scale_mode", "spectral") == "spectral":
             implied["muon_extra_scale_factor"] = 1.0
     return _left_out(implied, settings)
@@ -97,8 +105,9 @@ def _of_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _of_axolotl(settings: Mapping[str, Any]) -> dict[str, Any]:
     implied: dict[str, Any] = {}
     steps = settings.get("max_steps")
-    if isinstance(steps, int) and "warmup_ratio" not in settings:
-        implied["warmup_steps"] = min(int(0.03 * steps), 100)
+    if isinstance(steps, int) and steps > 0 and settings.get("warmup_ratio") is None:
+        warmup = min(int(0.03 * steps), 100)
+        implied["warmup_steps"] = 2 if warmup == 1 else warmup
     implied = _left_out(implied, settings)
     if settings.get("bf16", "auto") == "auto" and not settings.get("fp16"):
         implied["bf16"] = True  # as on each GPU since Ampere
@@ -110,7 +119,9 @@ def _of_litgpt(settings: Mapping[str, Any]) -> dict[str, Any]:
     implied["optimizer.init_args.weight_decay"] = 0.01
     if "train.max_tokens" in settings:
         implied |= {"train.global_batch_size": 512, "train.micro_batch_size": 4, "train.max_norm": 1.0}
-        implied |= {"train.min_lr": 4e-5, "train.lr_warmup_steps": 2000, "seed": 42}
+        implied |= {"train.min_lr": 4e-5, "seed": 42}
+        # null is no warmup by steps, which train.lr_warmup_fraction needs.
+        implied |= {} if "train.lr_warmup_steps" in settings else {"train.lr_warmup_steps": 2000}
     return _left_out(implied, settings)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import json_value, parse_yaml
+from shardwise.base.parsing import json_value, parse_yaml, yaml_scalar
 from shardwise.config import Config, apply_overrides, config_from_sections
 from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
@@ -25,6 +25,8 @@ from shardwise_use.porting.shell_scripts import script_commands
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"
 """The option of torchtitan before 0.3 that names the TOML with the settings."""
+_OPTIONS = ("--run-dir", "--nproc")
+"""Options of `shardwise train` that settings of other programs give."""
 
 
 class _Translation(NamedTuple):
@@ -54,34 +56,19 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
         ConfigError: the file cannot be read, or is of none of the programs or of two.
     """
     program, settings = _settings(file)
-    implied = implied_settings(program, settings)
+    implied = implied_settings(program, settings, _given_steps(overrides))
     settings = with_scheduler_first({**settings, **implied})
     family, told = _family(program, settings)
 
     def has(target: str) -> bool:
-        return is_key_or_option(target, known_paths(family), None)
-
-    def find(name: str) -> str | None:
-        names = (f"{program}:{name}", name)
-        return next((known for known in names if known in OTHER_NAMES or known in WORDS or known in WITHOUT_KEY), None)
+        return is_key_or_option(target, known_paths(family), _OPTIONS)
 
     known = {} if family in ("", *told) else {"model.family": family}
-    asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
-    readable = {name: value for name, value in asked.items() if _is_readable(value)}
-    # A config of torchtitan's package has values that the defaults of its classes are not.
-    is_whole = not {"config", _FILE} & settings.keys()
-    # What is given and cannot be read is not left out.
-    given = {**dict.fromkeys(asked), **readable}
-    rows = list(translate_settings(given, program if is_whole else None, known, has, find))
-    left_out = [name for name, value in readable.items() if value == -1]
-    rows += [Setting(name, -1, reason=WITHOUT_KEY.get(find(name) or "", "nothing to set")) for name in left_out]
-    for name, value in asked.items():
-        if name not in readable:
-            rows.append(Setting(name, value, reason="its value is not in the file" if find(name) else ""))
+    rows = _rows(program, settings, known, has)
     rows += [
         Setting(name, value, {"model.family": family} if family else {}, "" if family else "no family is like that")
         for name, value in settings.items()
-        if name in FACTS and not find(name)
+        if name in FACTS and not _record_name(program, name)
     ]
     keys = {**{key: mapped for key, mapped in PROGRAMS[program].keys.items() if has(key)}, **known}
     for row in rows:
@@ -100,6 +87,42 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
         problems = error.problems
     sections = {name: sections[name] for name in Config.model_fields if name in sections}
     return _Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
+
+
+def _given_steps(overrides: Sequence[str]) -> int | None:
+    """The steps that a key beside the file gives; None for tokens too."""
+    values = [override.partition("=")[2] for override in overrides if override.startswith("train.steps=")]
+    steps = yaml_scalar(values[-1]) if values else None
+    return steps if isinstance(steps, int) else None
+
+
+def _record_name(program: str, name: str) -> str | None:
+    """The name in the record of a setting of a program; None if there is none."""
+    names = (f"{program}:{name}", name)
+    return next((known for known in names if known in OTHER_NAMES or known in WORDS or known in WITHOUT_KEY), None)
+
+
+def _rows(
+    program: str, settings: Mapping[str, Any], known: Mapping[str, Any], has: Callable[[str], bool]
+) -> list[Setting]:
+    """What becomes of each setting, apart from those that say the family alone."""
+
+    def find(name: str) -> str | None:
+        return _record_name(program, name)
+
+    asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
+    readable = {name: value for name, value in asked.items() if _is_readable(value)}
+    # A config of torchtitan's package has values that the defaults of its classes are not.
+    is_whole = not {"config", _FILE} & settings.keys()
+    # What is given and cannot be read is not left out.
+    given = {**dict.fromkeys(asked), **readable}
+    rows = list(translate_settings(given, program if is_whole else None, known, has, find))
+    left_out = [name for name, value in readable.items() if value == -1]
+    rows += [Setting(name, -1, reason=WITHOUT_KEY.get(find(name) or "", "nothing to set")) for name in left_out]
+    for name, value in asked.items():
+        if name not in readable:
+            rows.append(Setting(name, value, reason="its value is not in the file" if find(name) else ""))
+    return rows
 
 
 def _is_readable(value: Any) -> bool:
@@ -198,7 +221,10 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     settings = [settings for score, settings in scores if score == best][-1]
     program = _program(settings)
     found = {_program(other) for score, other in scores if score > 1 or score == best}
-    found |= {name for name in PROGRAMS if _marks(settings.keys() - PROGRAMS[program].names, name) > 1}
+    others = settings.keys() - PROGRAMS[program].names
+    while _marks(others, name := _program(others)) > 1:
+        found.add(name)
+        others -= PROGRAMS[name].names
     if len(found) > 1:
         titles = listing(sorted(PROGRAMS[name].title for name in found))
         raise ConfigError(f"--from ({file}) must be of one program, and it has settings of {titles}: keep those of one")

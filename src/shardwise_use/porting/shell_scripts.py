@@ -11,6 +11,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,8 @@ def _words(line: str) -> list[str]:
 
 
 def _settings_of(words: list[str]) -> dict[str, Any]:
-    """Settings by their names: `--name value …`, `--name=value`, `--name` and Hydra's `section.name=value`."""
-    given: dict[str, list[str]] = {}
+    """Settings by their names: `--name value …`, `--name=value`, `--name`, Hydra's `section.name=value`, `trl sft`."""
+    given = {"trl": ["sft"]} if ("trl", "sft") in pairwise(words) else {}
     name: str | None = None
     for word in words:
         before, equals, value = word.partition("=")

@@ -28,6 +28,7 @@ from shardwise.layers.norm import LayerNorm, RMSNorm
 from shardwise.layers.recompute import compose
 from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.llama import Gate, gated
+from shardwise.models.rotary import rotate
 from tests.unit.layers.groups import pretend_group
 from tests.unit.layers.makers import MAKERS
 
@@ -197,6 +198,13 @@ def test_a_gated_activation_has_the_bits_of_single_operations(dtype: torch.dtype
     found = gated(x * 1, act)
     assert torch.equal(found, wanted)
     assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)))
+
+
+def test_gated_activations_and_rotary_positions_have_second_derivatives() -> None:
+    x = torch.randn(3, 2, 2, 8, dtype=torch.float64).requires_grad_()
+    cos, sin = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64)
+    for function in (partial(gated, act="silu"), partial(gated, act="gelu_tanh"), partial(rotate, cos=cos, sin=sin)):
+        assert torch.autograd.gradgradcheck(function, x)
 
 
 def test_a_product_that_owns_its_input_overwrites_it_unless_the_graph_is_kept() -> None:

@@ -16,7 +16,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.launch.stop_requests import clear
 from shardwise.runs import folder
-from shardwise.runs.folder import AppendedFile, JsonLines, RunDirectory, RunLock
+from shardwise.runs.folder import AppendedFile, JsonLines, RunDirectory, RunLock, read_config
 
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
@@ -232,6 +232,15 @@ def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     for problem, write in writers.items():
         with pytest.raises(ConfigError, match=problem):
             write()
+
+
+def test_a_configuration_with_several_problems_is_one_sentence(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    run.config.write_text("model: 1\nmodel: 2\nmodel: 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_config(run)
+    problem = "(it, line 2: model is given twice; it, line 3: model is given twice)"
+    assert str(caught.value) == f"{tmp_path} must be a run's folder: {run.config} cannot be read {problem}"
 
 
 def test_fault_21_events_have_the_types_that_a_run_writes(tmp_path: Path) -> None:

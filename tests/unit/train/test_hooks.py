@@ -22,7 +22,7 @@ from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimi
 from shardwise_watch.run import RunView
 from tests import own_hooks
 from tests.arch.source import ROOT
-from tests.dist.training import make_config
+from tests.dist.training import SMALL_MODELS, make_config
 from tests.e2e.command import MINIATURE, within
 
 HERE = "tests.own_hooks"
@@ -185,6 +185,22 @@ def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], proble
         check_hooks(config.hooks, config.optimizer)
     assert any(problem in text for text in caught.value.problems), caught.value
     assert all("\n" not in text for text in caught.value.problems)
+
+
+REFUSED: dict[str, dict[str, dict[str, Any]]] = {
+    r"data.dataset \(tiny\) .* with hooks.data": {"data": {"dataset": "tiny"}, "hooks": {"data": "a:B"}},
+    "hooks.data .* with model.family bert": {"model": SMALL_MODELS["bert"], "hooks": {"data": "a:B"}},
+    "hooks.loss .* with model.family bert": {"model": SMALL_MODELS["bert"], "hooks": {"loss": "a:b"}},
+    "compile.enabled .* must be false with hooks.loss": {"compile": {"enabled": True}, "hooks": {"loss": "a:b"}},
+    r"optimizer.name \(lamb\) must be left out": {"optimizer": {"name": "lamb"}, "hooks": {"optimizer": "a:B"}},
+    r"hooks.loss \('no path'\) must read package.module:Name": {"hooks": {"loss": "no path"}},
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_keys_that_leave_no_place_for_a_hook(problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_layout(make_config(**REFUSED[problem]), 1)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.checkpoint_choice import goes_back, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
-from shardwise.config import Config
+from shardwise.config import Config, check_changes
+from shardwise.data.samples.batch import BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
+from shardwise.data.samples.order import MixtureStage
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
 from shardwise.train.resume import checkpoints_at_start
@@ -157,6 +159,19 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     resume.continue_data_from(manifest, replace(make_data(), fingerprint="tiny"), continued)
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
         resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), continued)
+
+
+def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
+    """A stream has a state of its own, which means nothing to a mixture."""
+    manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))
+    stages = MixtureStage(0, 0, {"web": 1.0})
+    batches = BlendedBatches({"web": TokenBatches(np.arange(99), 16, seed=1)}, [stages])
+    chosen, progress = config(), Progress()
+    chosen.let_change(check_changes(["data.path", "data.mixture"]))
+    progress.losses.extend([1.0, 2.0])
+    resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), training(chosen, progress, batches))
+    assert batches.order.stages == (stages,)
+    assert not progress.losses, "the first losses of other data are no spikes"
 
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import load_config
 from shardwise.config.hugging_face import to_hugging_face
+from shardwise.distributed.mesh import Mesh
 from shardwise.train import rank_agreement, start
+from tests.dist.training import make_config
 
 TINY: Any = load_config("llama2-tiny").model
 PAIR: Any = SimpleNamespace(size=2)
@@ -38,6 +41,15 @@ def test_ranks_ask_one_another_until_the_slowest_has_done_its_work(monkeypatch: 
 def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement.collectives, "reduce_numbers", lambda mine, group: [mine[0], True])
     assert rank_agreement.while_others_wait(lambda: "done", PAIR) == "done"
+
+
+def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "resolve_weights", lambda *_, **__: tmp_path / "0123")
+    monkeypatch.setattr(start.collectives, "any_rank", lambda is_true, group: True)
+    monkeypatch.setattr(start.collectives, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine])
+    told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
+    with pytest.raises(ConfigError, match=told):
+        start._find_weights(make_config(checkpoint={"load": "acme/tiny"}).checkpoint, None, Mesh(device="cpu"))
 
 
 def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_path: Path) -> None:

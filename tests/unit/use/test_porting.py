@@ -142,6 +142,11 @@ def test_several_flags_of_megatron_say_the_family(flags: str, tmp_path: Path) ->
 BAD: dict[str, tuple[str, str]] = {
     "none.txt": ("hello --world 3\n", "must have arguments or a config of Megatron-LM, torchtitan, OLMo-core, "),
     "two.sh": (f"{MEGATRON} --per_device_train_batch_size 2 --learning_rate 1\n", SEVERAL),
+    "three.sh": (
+        "run.py --grad_accum_usteps 2 --use_zero_1 1 --use_mix_precision --tensor_parallel_size 2 --output_dir o "
+        "--per_device_train_batch_size 2 --learning_rate 1\n",
+        "settings of Hugging Face's Trainer and Neuron's scripts: keep",
+    ),
     "odd.sh": (f"{MEGATRON} --lr [1,\n", "the value '[1,' is not valid YAML: "),
     "bad.json": ('{"a":', "cannot be read: Expecting value: line 1 column 6"),
     "bad.yaml": ("a: [", "is not valid YAML: "),
@@ -229,10 +234,11 @@ def test_muon_of_deepspeed_has_its_own_factor_and_rates(tmp_path: Path) -> None:
     optimizer = recipe_of(str(tmp_path / "ds.json")).sections["optimizer"]
     assert (optimizer["name"], optimizer["lr"], optimizer["betas"]) == ("muon", 0.02, [0.9, 0.95])
     assert optimizer["muon"] == {"adjust_lr_fn": "original", "adamw_lr": 3e-4}
-    content["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
-    (tmp_path / "ds.json").write_text(json.dumps(content))
-    optimizer = recipe_of(str(tmp_path / "ds.json")).sections["optimizer"]
-    assert (optimizer["lr"], optimizer["muon"]["adamw_lr"]) == (0.01, 0.01)
+    for peak, rates in {0.01: (0.01, 0.01), "auto": (0.02, 3e-4), None: (0.02, 3e-4)}.items():
+        content["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": peak}}
+        (tmp_path / "ds.json").write_text(json.dumps(content))
+        optimizer = recipe_of(str(tmp_path / "ds.json")).sections["optimizer"]
+        assert (optimizer["lr"], optimizer["muon"]["adamw_lr"]) == rates
 
 
 def test_what_megatrons_muon_and_decay_leave_out(tmp_path: Path) -> None:
@@ -241,6 +247,7 @@ def test_what_megatrons_muon_and_decay_leave_out(tmp_path: Path) -> None:
     for name, flags in {
         "spectral": "--optimizer muon",
         "fifth": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
+        "old": "--optimizer muon --muon-use-nesterov",
         "shape": "--optimizer dist_muon --muon-scale-mode shape_scaling",
         "wsd": "--lr-decay-style WSD --lr-wsd-decay-iters 4",
         "sqrt": "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style minus_sqrt",
@@ -251,6 +258,7 @@ def test_what_megatrons_muon_and_decay_leave_out(tmp_path: Path) -> None:
     rules = {name: each.sections["optimizer"].get("muon") for name, each in made.items()}
     assert rules["spectral"] == {"momentum": 0.9, "nesterov": False}
     assert rules["fifth"] == {"momentum": 0.9, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+    assert rules["old"] == {"momentum": 0.9, "nesterov": True}, "the name in Megatron Core 0.16"
     assert rules["shape"] == {"momentum": 0.9, "nesterov": False, "adjust_lr_fn": "original"}
     reasons = {name: {row.name: row.reason for row in each.rows} for name, each in made.items()}
     assert reasons["spectral"]["muon_extra_scale_factor"].startswith(
@@ -291,6 +299,63 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
         train = made["train"]
         found = (made["optimizer"]["lr"], made["precision"]["mode"], train.get("recompute"), train["sequence_length"])
         assert found == values
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["sft.py --padding_free", "sft.py --max_length 64", "sft.py --loss_type dft", "trl sft", "sft.py"],
+)
+def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -> None:
+    """And the options that are told are those of `train`: the length is no --max-tokens."""
+    script = others / "sft.sh"
+    script.write_text(f"{flags} --per_device_train_batch_size 2 --max_steps 9 --logging_steps 5\n", encoding="utf-8")
+    beside = [f"model.config={others / 'model'}", *(["train.sequence_length=64"] if flags == "sft.py" else [])]
+    made = recipe_of(str(script), beside)
+    assert made.sections["optimizer"]["lr"] == (5e-5 if flags == "sft.py" else 2e-5)
+    assert made.problems == []
+    assert not made.options
+    assert "trl" not in {row.name for row in made.rows}
+    target = others / "my.yaml"
+    said = cli("recipes", "--from", script, *beside, "--write", target).out
+    assert said.endswith(f"train it with: shardwise train {target}\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "beside", "warmup"),
+    [
+        ("max_steps: 5000", [], 100),
+        ("max_steps: 5000\nwarmup_ratio:", [], 100),
+        ("max_steps: 5000\nwarmup_ratio: 0.1", [], 500),
+        ("max_steps: 33", [], 0),
+        ("max_steps: 34", [], 2),
+        ("max_steps: 66", [], 2),
+        ("max_steps: 100", [], 3),
+        ("max_steps: 5000\nwarmup_steps: 1", [], 2),
+        ("max_steps: 5000", ["train.steps=1000"], 30),
+        ("num_epochs: 3", ["train.steps=1000"], 30),
+    ],
+)
+def test_the_warmup_of_axolotl(lines: str, beside: list[str], warmup: int, others: Path) -> None:
+    """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, and 2 for 1."""
+    file = others / "axolotl.yaml"
+    file.write_text(file.read_text(encoding="utf-8").replace("max_steps: 5000", lines), encoding="utf-8")
+    made = recipe_of(str(file), [f"model.config={others / 'model'}", *beside])
+    assert made.problems == []
+    assert made.sections["optimizer"].get("warmup_steps", 0) == warmup
+
+
+def test_the_warmup_of_litgpt(others: Path) -> None:
+    """litgpt 0.5.13 takes the fraction only beside `lr_warmup_steps: null`, and does not stop at max_steps."""
+    file = others / "litgpt.yaml"
+    more = "  lr_warmup_steps: null\n  lr_warmup_fraction: 0.1\n  max_steps: 7\n"
+    file.write_text(file.read_text(encoding="utf-8").replace("train:\n", f"train:\n{more}"), encoding="utf-8")
+    made = recipe_of(str(file), [f"model.config={others / 'model'}"])
+    assert made.problems == []
+    assert "warmup_steps" not in made.sections["optimizer"]
+    assert made.sections["train"]["steps"] == 22888
+    reasons = {row.name: row.reason for row in made.rows}
+    assert reasons["train.lr_warmup_fraction"].startswith("it is a part of an epoch: give optimizer.warmup_steps")
+    assert reasons["train.max_steps"].endswith("give train.steps to train for so many")
 
 
 def test_rates_of_nanogpt_are_told() -> None:

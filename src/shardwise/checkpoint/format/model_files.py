@@ -109,7 +109,7 @@ def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[
 
 
 def config_token_ids(config_file: Root) -> dict[str, Any]:
-    """The fields of a `config.json` beside weights that name ids of special tokens; copies have the same defaults."""
+    """The special tokens' ids in a `config.json` beside weights, by field; a copy without one has the same default."""
     fields = json_object(config_file.read(), str(config_file))
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 

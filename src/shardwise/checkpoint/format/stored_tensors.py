@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.format.fused_weights import NUMBER_IN_BLOCK, differing_blocks, single_weights
+from shardwise.checkpoint.format.expert_weights import EXPERT_NUMBER, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
 from shardwise.checkpoint.format.weight_files import (
@@ -77,7 +77,7 @@ class StoredTensors:
         if damage:
             raise DamageError("; ".join(damage))
         weights |= _whole(folder, parts)
-        return StoredTensors(folder, {MODEL: single_weights(folder, weights)}, None, files)
+        return StoredTensors(folder, {MODEL: unfused_experts(folder, weights)}, None, files)
 
     def read(self, state: str, name: str, box: Box) -> Values:
         """A box of a tensor, its bits as `DTYPES` has them; shape `box.size`.
@@ -209,9 +209,7 @@ def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: 
     """
     ranks = []
     for name, shape in shapes.items():
-        for entry in (
-            stored[source] for source in sources[name] if len(shape) > 1 and not NUMBER_IN_BLOCK.search(name)
-        ):
+        for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not EXPERT_NUMBER.search(name)):
             sizes = zip(shape, entry.shape, entry.pieces[0].box.size, strict=False)
             cut = [-(-full // max(1, part)) for full, length, part in sizes if length < full]
             ranks += cut if len(cut) == 1 else [0]
@@ -258,7 +256,7 @@ def tensor_mismatches(
     prefix = "" if state == MODEL else f"the {state} of "
     blocks: list[str] = []
     if state == MODEL:
-        blocks, is_explained = differing_blocks(where, needed_names, canonical_names.values())
+        blocks, is_explained = differing_expert_blocks(where, needed_names, canonical_names.values())
         lacks, unknown, wrong_shapes = (
             [fact for fact in facts if not is_explained(fact[0])] for facts in (lacks, unknown, wrong_shapes)
         )
@@ -301,7 +299,7 @@ def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], 
         prefix: text before each name.
     """
     texts = [(name, str(fact)) for name, fact in facts]
-    for part in (NUMBER_IN_BLOCK, _LAYER):
+    for part in (EXPERT_NUMBER, _LAYER):
         layers: dict[tuple[str, str], list[int]] = {}
         for name, fact_text in texts:
             numbers = layers.setdefault((part.sub("*", name, count=1), fact_text), [])

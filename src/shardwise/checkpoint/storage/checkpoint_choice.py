@@ -160,7 +160,7 @@ def goes_back(config: Config, manifest: Manifest) -> bool:
 
 
 def recorded_return(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """The entry in the `schedule` of later checkpoints' manifests on the checkpoint to which a run last returned."""
+    """The last return of a run to a chosen checkpoint, for `schedule` of later manifests; empty if there was none."""
     if config.checkpoint.resume != "auto":
         # With another value of either, the user asks for another return.
         return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}

@@ -384,7 +384,7 @@ def companions_folder(companions: str) -> Root:
 
 
 def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | None]:
-    """The stored weights that `checkpoint.load` names, as text, and their folder unless on the hub; nothing is fetched.
+    """A text on the stored weights that `checkpoint.load` names, and their folder, None on the hub; fetches nothing.
 
     Raises:
         ConfigError: there are no such weights.

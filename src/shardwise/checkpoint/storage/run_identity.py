@@ -91,7 +91,7 @@ def record_owner(root: Root, run: RunOwner) -> None:
 
 
 def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | None:
-    """The identity of the run that `config` continues in `directory`, its stored configuration; None: none took a step.
+    """The stored configuration that identifies the run which `config` continues in `directory`; None: none took a step.
 
     A run that took steps can only be continued with the same model and data.
 
@@ -103,7 +103,9 @@ def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | 
     try:
         stored = parse_yaml(files.read_plain(directory.config).decode(), str(directory.config))
         reason = "" if isinstance(stored, dict) else "it holds no configuration"
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
+    except ConfigError as error:
+        reason = "; ".join(error.problems)
+    except (OSError, UnicodeDecodeError) as error:
         reason = str(error)
     if reason:
         raise ConfigError(

@@ -215,7 +215,7 @@ def require_sentence_pairs(request: DataRequest) -> int:
 
 
 def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = False) -> list[str]:
-    """The problems of data that are tokens, whose keys need a tokenizer; `has_documents`: they tell their documents."""
+    """Problems of prepared data if keys need a tokenizer and none is named; `has_documents`: they mark documents."""
     if request.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"

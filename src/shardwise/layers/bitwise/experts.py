@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.config import BITWISE
 from shardwise.distributed import placement
 from shardwise.layers.bitwise.replicated import part_views, sequence_parts
 from shardwise.layers.expert_rows import Journey, weighted_sums
@@ -40,7 +41,10 @@ class BitEqualExperts(Experts):
     def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         journey = Journey.of(experts, counts, self.ranks.group, once=False)
         if len(placement.further_gradients(self.gate_up)) != self.ranks.group.size - 1:
-            raise RuntimeError("a bit-equal layer of experts was copied, without the gradients that it keeps")
+            raise RuntimeError(
+                f"a layer of experts with {BITWISE} was copied, without the gradients that it keeps: "
+                "build another layer and load the state_dict of this one"
+            )
         gate_up, down = (
             [view.unflatten(0, (self.count, -1)) for view in _by_source(parameter)]
             for parameter in (self.gate_up, self.down)

@@ -118,6 +118,16 @@ def rewrite(folder: Path, changed: dict[tuple[str, str], tuple[PieceEntry, ...]]
     (folder / MANIFEST).write_text(Manifest(**(vars(manifest) | {"tensors": tensors})).to_json())
 
 
+def test_a_header_that_says_otherwise_is_found(copy: Path) -> None:
+    """The bytes are those of the checksums, the pieces tile, and other programs would read other tensors."""
+    model = Manifest.read(Root.of(copy)).tensors["model"]
+    (wide,), (norm,) = model["wide.weight"].pieces, model["norm.weight"].pieces
+    moved = (PieceEntry(wide.file, wide.offset, norm.box),)
+    rewrite(copy, {("model", "norm.weight"): moved, ("model", "wide.weight"): ()})
+    text = "\n".join(verify_checkpoint(Root.of(copy)).problems)
+    assert "its header and manifest.json say different things about norm.weight" in text
+
+
 def test_a_gap_is_found(copy: Path) -> None:
     pieces = Manifest.read(Root.of(copy)).tensors["exp_avg"]["wide.weight"].pieces
     assert len(pieces) > 1

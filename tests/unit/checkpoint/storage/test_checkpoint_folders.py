@@ -80,6 +80,12 @@ def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(each.unreadable for each in list_checkpoints(root))
 
 
+def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
+    (root / step_name(100)).rename(root / step_name(150))
+    problem = str(list(list_checkpoints(root))[-1].problem)
+    assert problem.endswith("is of step 100, and its folder of step 150")
+
+
 def test_the_newest_intact_stay(root: Root) -> None:
     remove_all_but(2, root)
     assert set(root.names()) == {
@@ -96,6 +102,17 @@ def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: lis
     assert steps(going) == gone
     assert all(each.bytes > 0 for each in going)
     assert all(each.folder.exists() for each in going), "asking removes nothing"
+
+
+def test_what_may_be_intact_stays(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that gives no answer about a checkpoint is no reason to remove it."""
+    read = Manifest.read
+
+    def some_answers(folder: Root) -> Manifest:
+        return no_answer(folder) if folder.name in (step_name(400), step_name(100)) else read(folder)
+
+    monkeypatch.setattr(Manifest, "read", some_answers)
+    assert steps(removable_folders(root, 2)[0]) == [300]
 
 
 # ---- after a save
@@ -126,6 +143,13 @@ def test_after_a_save_no_manifest_is_read(
     assert [step for step in range(600, 0, -100) if not (root / step_name(step)).exists()] == gone
     assert not (root / partial_name(200)).exists(), "the leftover of a killed save"
     assert (root / partial_name(700)).exists(), "perhaps a save under way"
+
+
+def test_after_a_save_what_is_not_complete_does_not_count(root: Root) -> None:
+    saved = lengths(root, 500)
+    (root / step_name(400) / MANIFEST).remove()
+    (root / step_name(300) / MANIFEST).write(b"")
+    assert prune_checkpoints(root, saved, 2) == [400, 300, 100]
 
 
 def test_after_a_save_a_store_without_an_answer_removes_nothing(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def test_a_run_whose_configuration_cannot_be_read_is_refused(tmp_path: Path) -> 
         (b"- 1", "it holds no configuration"),
         (b"model: {", "is not valid YAML"),
         (b"model: \xff", "invalid start byte"),
+        (b"a: 1\na: 2\na: 3\n", r"line 2: a is given twice; \S+, line 3: a is given twice"),
     ):
         run.config.unlink(missing_ok=True)
         if content is not None:

@@ -237,7 +237,7 @@ def test_a_decay_in_the_warmup_of_olmo_core_is_not_carried_over() -> None:
     assert _schedule(scheduler, 1e-3, 20)[0]["optimizer.schedule"] == "points"
     keys, notes = _schedule({**scheduler, "decay": 5}, 1e-3, 20)
     assert keys == {}
-    assert notes[0].startswith("WSD decays in steps of its warmup (16)")
+    assert notes[0].startswith("WSD begins to decay before its warmup (16 steps) ends")
 
 
 def test_models_of_olmo_core(tmp_path: Path) -> None:

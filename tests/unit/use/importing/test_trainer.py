@@ -17,9 +17,11 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ImportedModel, open_hugging_face
+from shardwise_use.importing.hugging_face import ImportedModel, open_hugging_face, write_imported_checkpoint
 from shardwise_use.importing.hugging_face_trainer import _curve_points, with_trainer_progress
-from tests.hugging_face import CASES
+from tests.dist.checkpoints import make_trainer, run
+from tests.dist.training import make_config
+from tests.hugging_face import CASES, described, make
 from tests.sweeps import few
 from tests.unit.use.importing.checks import assert_equal, problems, states_of
 from tests.unit.use.importing.trainer_files import save
@@ -195,3 +197,39 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
     refused(r"must have a global_step \(12\) from 1 to its max_steps \(9\)")
     (saved / "trainer_state.json").unlink()
     refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read")
+
+
+def test_the_next_ten_losses_are_the_trainers(tmp_path: Path) -> None:
+    """The same batches, in the order of a run here."""
+    from transformers import Trainer, TrainingArguments
+
+    before, after, batch = 6, 10, 8
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=before + after, save_steps=before, logging_steps=1, report_to=[],
+        use_cpu=True, disable_tqdm=True, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=2,
+        learning_rate=5e-3, warmup_steps=4, lr_scheduler_type="cosine", weight_decay=0.1, adam_beta2=0.95,
+        max_grad_norm=0.5, train_sampling_strategy="sequential", include_num_input_tokens_seen="all",
+    )  # fmt: skip
+    model = make("llama")
+    model.config.save_pretrained(tmp_path / "model")
+    sections: dict[str, dict[str, Any]] = {
+        "model": described(tmp_path / "model").model_dump(),
+        "train": {"global_batch": batch, "sequence_length": 16},
+    }
+    samples = make_trainer(make_config(**sections)).feed.batches.global_batch(0, batch * (before + after))
+    tokens, targets = (torch.from_numpy(samples.inputs[name]).long() for name in ("ids_SB", "targets_SB"))
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.cat([tokens, targets[-1:]]).T.contiguous()]
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert min(entry["grad_norm"] for entry in history) > 0.5, "every step is clipped"
+    found = opened(tmp_path / f"checkpoint-{before}")
+    assert found.progress is not None
+    assert (found.progress.step, found.progress.samples) == (before, before * batch)
+    for key, value in found.progress.keys.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    sections["optimizer"] |= {"zero": 1, "warmup_steps": 0}
+    written = write_imported_checkpoint(found, Root.of(tmp_path / "ours"), max_shard_bytes=20_000).folder
+    losses = run(make_config(**sections), after, 0, str(written.local()), None).losses
+    assert losses == pytest.approx([entry["loss"] for entry in history[before:]], rel=0, abs=1e-5)

@@ -16,14 +16,14 @@ from shardwise.checkpoint.storage.root import Root
 
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
 _LEAVES = {"gate_up": ("gate", "up"), "down": ("down",)}
-NUMBER_IN_BLOCK = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 """The number of an expert in the name of a tensor."""
 _OF_EXPERT = re.compile(r"(?:.*\.)?(\d+)\.[^.]+\.experts\.(\d+)\.")
 _OF_MLP = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp|block_sparse_moe)\.")
 _FIX = "save the model with one tensor for each expert, as transformers does by default"
 
 
-def single_weights(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def unfused_experts(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Name → tensor of a Hugging Face folder, where each fused tensor is replaced by the weights of single experts.
 
     With `save_original_format=False`, transformers 5 writes the experts of a block as `experts.gate_up_proj`
@@ -87,7 +87,7 @@ def _require_orientation(folder: Root, layer: str, gate_up: tuple[int, ...], dow
         )
 
 
-def differing_blocks(
+def differing_expert_blocks(
     where: str, needed: Iterable[str], stored: Iterable[str]
 ) -> tuple[list[str], Callable[[str], bool]]:
     """The ways in which the experts of a folder are not the model's, and a rule for the names that they explain.
