@@ -194,7 +194,6 @@ class AttemptWatch:
                 return None
 
     def _absent(self) -> str:
-        """Name the nodes that have not joined, if some have."""
         absent = [number for number in range(self.nodes) if number not in self._launchers]
         names = f"; of {self.nodes} nodes, the launcher of number {listing(absent, most=5)} has not joined"
         return names if absent and len(absent) < self.nodes else ""
@@ -316,7 +315,6 @@ class AttemptWatch:
 
 
 def _free_port(address: str) -> int:
-    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]

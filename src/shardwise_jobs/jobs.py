@@ -103,13 +103,7 @@ def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | Non
 
 
 def job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
-    """Divide the time of a cluster's job: the share in which steps were taken that are in the result, and the losses.
-
-    A step that is done again counts once. Between the starts the job waits in the queue, which is not counted.
-
-    Args:
-        loading: seconds in which checkpoints were loaded.
-    """
+    """Divide the time of a submitted job over all its starts: the share of steps in the result, and the losses."""
     total = sum(ending.seconds for ending in endings)
     if not total:
         return []

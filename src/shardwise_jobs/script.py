@@ -206,7 +206,6 @@ def _shared(job: JobPlan) -> list[str]:
 
 
 def _further(options: Sequence[str]) -> list[str]:
-    """Return the lines of `launch.sbatch`."""
     parts = [option.partition("=") for option in options]
     return [_sbatch_header(name, value if sign else None, name="launch.sbatch") for name, sign, value in parts]
 

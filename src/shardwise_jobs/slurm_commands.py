@@ -260,10 +260,3 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
         first=first_name(variables.get("SLURM_JOB_NODELIST", "")),
         ends=float(ends) if ends.isdecimal() else _end_of_time_limit(variables["SLURM_JOB_ID"]),
     )
-
-
-def slurm_device_memory(kind: str) -> int | None:
-    """Bytes of an accelerator that SLURM calls by a type such as `h100`; None where several sizes were sold."""
-    gigabytes = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
-    size = gigabytes.get(kind.lower())
-    return None if size is None else size * 10**9

@@ -22,12 +22,13 @@ from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
-from shardwise_jobs.slurm_commands import slurm_device_memory
 
 RECIPE = "recipe.yaml"
 SCRIPT = "job.sh"
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
+_GIGABYTES = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
+"""SLURM's type of an accelerator → its memory in GB; types that were sold with several sizes are left out."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | 
 def _device_memory(gres: str | None) -> int | None:
     """Return the bytes of the device that SLURM's resources name, such as gpu:h100:8; None if they name none."""
     kind = (gres or "").split(":")
-    return slurm_device_memory(kind[1]) if len(kind) == 3 else None
+    gigabytes = _GIGABYTES.get(kind[1].lower()) if len(kind) == 3 else None
+    return None if gigabytes is None else gigabytes * 10**9
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
@@ -233,7 +235,6 @@ def _node_hours(job: JobPlan) -> str:
 
 
 def _cluster_notes() -> list[str]:
-    """Return notes on settings of the cluster that cost steps."""
     configuration = slurm_commands.configuration() if shutil.which("scontrol") else ""
     preempts = any(
         line.startswith("PreemptMode") and not line.rstrip().endswith("OFF") for line in configuration.splitlines()

@@ -183,7 +183,6 @@ class Supervisor:
             loop.call_later(max(left - _LEAVE_SECONDS, 0.8 * left), self._end_unsaved)
 
     def _end_unless_training(self, by: str) -> None:
-        """End an attempt that has nothing to save."""
         if self._watch is not None and not self._watch.is_training:
             self._watch.end("it did not train yet")
 
@@ -259,7 +258,6 @@ class Supervisor:
         return True
 
     def _failure_text(self, ending: AttemptEnding, code: int) -> str:
-        """Record the failure with which the job ends; returns the text for the user."""
         script = self.run_path / "job.sh"
         resume = shlex.join(["sbatch", str(script)]) if script.exists() else None
         steps = 0 if ending.first_step is None else ending.step

@@ -130,7 +130,6 @@ def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
 
 
 def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
-    """Return the seconds of a step of each miniature; they take turns."""
     trainers = [_trainer(config) for config in miniatures]
     for miniature in trainers:
         for _ in range(_WARM_UP):
@@ -143,7 +142,6 @@ def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
 
 
 def _trainer(miniature: Config) -> Trainer:
-    """Build a miniature training on random tokens. Collective."""
     mesh = Mesh(**miniature.parallel.degrees, grains=miniature.grains)
     text = random_tokens(miniature.model.vocab_size, 256, miniature.train.sequence_length)
     return build_trainer(miniature, mesh, text)

@@ -399,7 +399,6 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
 
 
 def _value(entry: Any) -> Any:
-    """The value of a figure, which may have a source beside it."""
     return entry.get("value") if isinstance(entry, dict) else entry
 
 
@@ -420,7 +419,6 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
 
 
 def _flat(text: str, where: str) -> dict[str, Any]:
-    """The figures of a YAML text by their names; those of links and the constants with its name before."""
     values = parse_yaml(text, where)
     flat: dict[str, Any] = {}
     for key, value in values.items() if isinstance(values, dict) else ():

@@ -243,7 +243,6 @@ def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[
 
 
 def _values(fixed: Collection[str], key: str, recipes: _Value, tried: Sequence[_Value]) -> Sequence[_Value]:
-    """Return the recipe's value of a key that is fixed, or else the values that are tried."""
     return [recipes] if key in fixed else tried
 
 

@@ -138,7 +138,6 @@ class GGUFExport:
     # ---- tensors
 
     def _planned(self) -> list[StreamedWeight]:
-        """The tensors by llama.cpp's names; the experts of a block are one."""
         arch = next(key for key, name in self._gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         names = self._gguf.get_tensor_name_map(arch, self.model.num_hidden_layers)
         tensors: dict[str, StreamedWeight] = {}

@@ -84,7 +84,6 @@ def gguf_vocabulary(described: Mapping[str, Any], vocab_size: int) -> GGUFVocabu
 
 
 def _splitting_rule(pre_tokenizer: Mapping[str, Any] | None, ignores_merges: bool) -> str:
-    """llama.cpp's name of the rule by which a byte-level tokenizer splits text."""
     steps = [pre_tokenizer or {"type": "no pre_tokenizer"}]
     steps = steps[0].get("pretokenizers", steps)
     *first, last = steps

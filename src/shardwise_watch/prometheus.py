@@ -134,7 +134,6 @@ def _families(run_snapshot: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
 
 
 def _gauge(metric: _Metric, sources: Sequence[_Source]) -> Iterator[GaugeMetricFamily]:
-    """Yield a metric with a sample of each source that has it; nothing if none has."""
     family: GaugeMetricFamily | None = None
     for labels, fields in sources:
         content = fields.get(metric.field)

@@ -349,7 +349,6 @@ class RunView:
         return is_new
 
     def _is_alive(self) -> bool:
-        """True if the run's process exists, on this host or on another one."""
         if RunLock.is_held(self.path):
             return True
         # Some file systems keep locks within a host: those of another host are not seen, and its writing must do.
@@ -357,7 +356,6 @@ class RunView:
         return holder is not None and holder["host"] != platform.node() and not self._is_silent()
 
     def _is_silent(self) -> bool:
-        """True if the run has written nothing for long."""
         steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
         least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
@@ -483,7 +481,6 @@ def runs_at(folder: str) -> list[RunView | UnreadableRun]:
 
 
 def _run_at(path: Path) -> RunView | UnreadableRun:
-    """Read the run in its folder, or why it cannot be read."""
     try:
         return RunView(path, all_steps=False)
     except ConfigError as error:

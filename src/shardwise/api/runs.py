@@ -307,5 +307,4 @@ def _numbers(value: Any) -> Any:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no file."""
     return json_object(read_plain(path), str(path)) if path.exists() else None

@@ -42,12 +42,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="N", type=count, help="graphs that are compiled at once (default: one per processor core)"
     )
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=count,
-        help="threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)",
+    threads_help = (
+        "threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)"
     )
+    parser.add_argument("--threads", metavar="N", type=count, help=threads_help)
     parser.add_argument("--nproc", metavar="N", type=count, help="ranks of the training on one machine, as for `train`")
     parser.add_argument(
         "--device", metavar="KIND", help="kind of device, such as cpu or cuda (default: this machine's)"
@@ -195,7 +193,6 @@ def _result(outcome: GraphOutcome) -> str:
 
 
 def _threads(config: Config, layout: Layout, device: str) -> int:
-    """The threads that `train` would give to each rank on this machine."""
     if config.is_bit_equal and device == "cpu":
         return config.train.threads
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])

@@ -74,7 +74,6 @@ def _add_command(
 
 
 def _set_candidates(actions: Iterable[argparse.Action], shtab: ModuleType) -> None:
-    """Set what completes each argument: recipes, keys, folders or files."""
     recipes = " ".join(recipe_names())
     keys = " ".join(f"{path}=" for path in known_paths() if "." in path)
     preamble = {"bash": _BASH.format(recipes=recipes, keys=keys), "zsh": _ZSH.format(recipes=recipes, keys=keys)}

@@ -17,7 +17,7 @@ _Rows = list[tuple[str, str]]
 
 
 def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> tuple[_Rows, list[str]]:
-    """Rows on the run in the folder, none if it holds none, and the reasons why it could not be continued."""
+    """Rows of a dry run on the run in its folder, none without one, and the reasons why it could not be continued."""
     directory = RunDirectory(run_path)
     try:
         directory.require_folder()

@@ -173,7 +173,6 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser(name: str, module: ModuleType) -> _Parser:
-    """The parser of a command, or of an action such as `data prepare`."""
     parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = HelpFormatter
     parser.keys = getattr(module, "KEYS", None)

@@ -77,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _entry_of(name: str, known: Mapping[str, _Entry]) -> _Entry:
-    """The entry of a name, or of a message that someone pasted; ConfigError if there is none."""
     plain = name.rpartition("#")[2]
     if plain in known:
         return known[plain]

@@ -58,27 +58,14 @@ _COMPILER = ("torch._dynamo.aot_compile", "torch._inductor.compile_fx", "torch.u
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        nargs="?",
-        help=f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)",
-    )
+    recipe_help = f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)"
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_help)
     add_overrides(parser, "train.steps=100")
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        type=run_folder,
-        help="the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
-    )
-    parser.add_argument(
-        "--change",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="a key, such as data.stages, that may differ from the run that is continued; may be repeated",
-    )
+    run_dir_help = "the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)"
+    parser.add_argument("--run-dir", metavar="DIR", type=run_folder, help=run_dir_help)
+    change_help = "a key, such as data.stages, that may differ from the run that is continued; may be repeated"
+    parser.add_argument("--change", metavar="KEY", action="append", default=[], help=change_help)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -89,11 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
     )
-    parser.add_argument(
-        "--device",
-        metavar="DEVICE[:N]",
-        help="with --dry-run: size for this device, which this machine need not have, with N devices on a node",
-    )
+    device_help = "with --dry-run: size for this device, which this machine need not have, with N devices on a node"
+    parser.add_argument("--device", metavar="DEVICE[:N]", help=device_help)
     parser.add_argument(
         "--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)"
     )
@@ -177,7 +161,6 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) -> Cluster | None:
-    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`."""
     if arguments.full and not arguments.dry_run:
         raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     if arguments.json and not arguments.dry_run:
@@ -291,7 +274,6 @@ def _has_accelerator(cluster: Cluster | None) -> bool:
 
 
 def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
-    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says."""
     if matmul is None:
         return
     if cluster is not None:
@@ -342,7 +324,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
 
 
 def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) -> tuple[_Rows, list[str]]:
-    """Rows for the user on the files that a run would read, and problems of those that it could not read."""
+    """Rows of a dry run or a submission on the files that the run would read, and problems of what it cannot read."""
     rows: _Rows = []
     problems = Problems()
     load = config.checkpoint.load

@@ -67,7 +67,6 @@ def problems_of_arguments(
 
 
 def _known_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of the recipe that a command line names first, by the keys; empty without one."""
     recipe = next((word for word in arguments if not word.startswith("-") and "=" not in word), "")
     try:
         sections = parse_yaml(recipe_text(recipe), recipe)
@@ -179,7 +178,6 @@ def _unknown_option(
 
 
 def _valid_keys(keys: Collection[str] | None, family: str = "") -> list[str]:
-    """All keys of recipes, or those that a command reads; those of a model as its family has them."""
     known = [path for path in known_paths(family if ":" not in family else "") if "." in path]
     if keys is None:
         return known

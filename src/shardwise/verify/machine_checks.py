@@ -80,7 +80,6 @@ def check_machine(run_path: Path) -> Iterator[Check]:
 
 
 def _check_devices(dev: Path = Path("/dev")) -> Iterator[Check]:
-    """Check the accelerators that a run would use, and those that it could not."""
     from shardwise.base.local_devices import devices_of_machine as list_devices
 
     listed = list_devices({})
@@ -110,7 +109,6 @@ def _described(device: LocalDevice) -> str:
 
 
 def _check_network(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
-    """Check the network: interfaces, RDMA ports, and the address of this machine's own name."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -169,7 +167,6 @@ def _check_threads(variables: Mapping[str, str], cpus: int, limit: float | None)
 
 
 def _cpu_limit() -> float | None:
-    """Return the number of CPUs that the container may use at once; None without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)
@@ -233,7 +230,6 @@ def _check_folder(name: str, folder: Path) -> Iterator[Check]:
 
 
 def _check_launcher(variables: Mapping[str, str]) -> Check:
-    """Check for variables of a launcher in a process that no launcher started."""
     problem = unjoined(variables)
     place_in_job = joined(variables)
     if problem is not None:

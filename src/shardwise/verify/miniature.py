@@ -177,7 +177,6 @@ def _fits(kv_heads: int, degree: int) -> bool:
 
 
 def _are_alike(size: int, new_size: int, degrees: Iterable[int]) -> bool:
-    """Return whether the same degrees divide both sizes."""
     return all((size % degree == 0) == (new_size % degree == 0) for degree in degrees)
 
 
@@ -232,7 +231,6 @@ def trainable_cells(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], 
 
 
 def _check_own_model(config: Config) -> None:
-    """Raise ConfigError if the model is a class of the user's that does not take the arguments that a layout needs."""
     if config.shapes is not None:
         return
     # Costly to import, for models of the user's own alone.

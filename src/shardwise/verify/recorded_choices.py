@@ -32,7 +32,7 @@ Recorded = Mapping[tuple[str, int], Tensor]
 
 
 def choice_rows(number: int) -> list[tuple[str, str]]:
-    """Return rows of text on so many choices that were compared; none without choices."""
+    """Return rows of a verification on so many choices of experts that were compared; none without choices."""
     if not number:
         return []
     text = (

@@ -25,8 +25,6 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class _MiddleCheckpoint:
-    """A checkpoint of the middle of a training."""
-
     folder: Path
     layout: str
 

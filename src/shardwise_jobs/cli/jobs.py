@@ -26,13 +26,8 @@ _HEAD = ("job", "state", "step", "s/step", "loss", "elapsed", "nodes", "run")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        metavar="show|log",
-        nargs="?",
-        choices=["show", "log"],
-        help="show the starts of job ID, or print its log",
-    )
+    action_help = "show the starts of job ID, or print its log"
+    parser.add_argument("action", metavar="show|log", nargs="?", choices=["show", "log"], help=action_help)
     parser.add_argument("id", metavar="ID", nargs="?", help="a job's number")
     parser.add_argument("--follow", action="store_true", help="continue to print the log until the job ends")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")

@@ -122,7 +122,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
     if is_model_recipe(arguments.recipe):
         # The files of a model, such as the hub's cache, need not be on the machines of the job.
         raise ConfigError(
@@ -256,7 +255,6 @@ def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tup
 
 
 def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan | None]:
-    """Collect the rows that the user reads before the script; and the prediction, if `--device` asks for one."""
     layout = checked.layout
     machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator
@@ -302,7 +300,6 @@ def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan
 
 
 def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
-    """The number of starts that all steps need within the time limit, and their node-hours."""
     usable = slurm_commands.seconds(limit) - job.config.launch.warning_seconds
     node_hours = seconds / 3600 * layout.world / job.ranks_per_node
     starts = units.counted(math.ceil(seconds / usable), "start")
@@ -310,7 +307,6 @@ def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
 
 
 def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:
-    """The files that are written into the run's folder, and whether this command writes them."""
     text = f"{submission.RECIPE}, {submission.SCRIPT} and logs/ in the folder of the run"
     if not arguments.dry_run:
         return text
@@ -378,7 +374,6 @@ def _submit(job: JobPlan, arguments: argparse.Namespace, facts: dict[str, Any]) 
 
 
 def _by_ssh(where: str) -> int:
-    """Run this command on another machine, in this folder's path there or in that of HOST:DIR."""
     host, _, folder = where.partition(":")
     # In HOST:~/DIR the home is where ssh starts.
     folder = folder.removeprefix("~/")

@@ -301,7 +301,6 @@ class _Nodes:
 
 
 def _within_budget(nodes_of: _Nodes, budget: str, objective: Objective) -> tuple[Plan, str]:
-    """Return the best plan that keeps to a time or to a price, and how many nodes that needs, as a sentence."""
     seconds = parse_plan_time(budget)
     if seconds is not None:
         return _in_time(nodes_of, budget, seconds, objective)

@@ -17,7 +17,6 @@ from shardwise_plan.cli import wording
 from shardwise_plan.cli.layout_list import assumption_sentences, drop_reasons, training_text
 from shardwise_plan.cli.nodes import SearchedNodes
 from shardwise_plan.plan import TIGHT, Plan
-from shardwise_plan.prediction_text import step_duration
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
 from shardwise_watch.report import chart
 from shardwise_watch.report.page import page_environment
@@ -85,7 +84,6 @@ def plan_page(
 
 
 def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return what a user asks first of a plan: names, values, and what to know of them."""
     cluster = plan.cluster
     time, _, price = wording.time_range_text(plan).partition(" and ")
     free = f"{plan.headroom / cluster.device.memory:.0%} of {units.size(cluster.device.memory)}"
@@ -95,7 +93,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
         ("devices", f"{cluster.world:,}", f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"),
         ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
         ("free memory", units.size(plan.headroom), free),
-        ("step", step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
+        ("step", units.step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
     ]
     return [tile for tile in tiles if tile[1]]
 
@@ -113,7 +111,6 @@ def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
 def _charts(
     answer: SearchedNodes, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan
 ) -> list[dict[str, Any]]:
-    """Return the chart of time, memory and price by layout, and of several numbers of nodes that of time and price."""
     plans = answer.result.plans
     longest = max(plan.calendar.seconds for plan in plans)
     unit, suffix = next((unit for unit in _UNITS if longest >= 2 * unit[0]), _UNITS[-1])
@@ -183,7 +180,6 @@ def _price(plan: Plan) -> float:
 
 
 def _plan_lines(plan: Plan, title: str) -> list[str]:
-    """Return a plan in lines below a chart."""
     degrees, _, details = plan.text().partition(", ")
     price = wording.cost_text(plan) or wording.hours_text(plan)
     time = f"{units.counted(plan.cluster.nodes, 'node')}, {wording.duration(plan.calendar.seconds)}, {price}"
@@ -218,14 +214,13 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
         "drawing": Markup(_timeline_svg(steps, shown)),
-        "seconds": step_duration(total),
+        "seconds": units.step_duration(total),
         "total": total,
-        "parts": _parts(dict(plan.time.rows()), total, step_duration),
+        "parts": _parts(dict(plan.time.rows()), total, units.step_duration),
     }
 
 
 def _timeline_svg(steps: Timeline, shown: int) -> str:
-    """Return a timeline as SVG, with a path for each kind of pass."""
     ranks = [actions[:shown] for actions in steps.ranks]
     end = max(actions[-1].end for actions in ranks)
     scale = (_WIDTH - _LEFT) / end
@@ -245,7 +240,7 @@ def _timeline_svg(steps: Timeline, shown: int) -> str:
     drawn = "".join(f'<path class="f{_COLOURS[kind]}" d="{"".join(parts)}"/>' for kind, parts in paths.items())
     times = (
         f'<text x="{_LEFT}" y="{height + 14}">0</text>'
-        f'<text x="{_WIDTH}" y="{height + 14}" text-anchor="end">{step_duration(end)}</text>'
+        f'<text x="{_WIDTH}" y="{height + 14}" text-anchor="end">{units.step_duration(end)}</text>'
     )
     return (
         f'<svg class="timeline" viewBox="0 0 {_WIDTH} {height + 20}" role="img" aria-label="timeline of a step">'

@@ -53,12 +53,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
     )
-    parser.add_argument(
-        "--device",
-        metavar="DEVICE[:N]",
-        help="a device's name or YAML file, and the number of devices of a node; several, separated by commas, "
-        "are compared",
+    device_help = (
+        "a device's name or YAML file, and the number of devices of a node; several, separated by commas, are compared"
     )
+    parser.add_argument("--device", metavar="DEVICE[:N]", help=device_help)
     parser.add_argument("--tokens", metavar="N", help="tokens of the training, such as 1T; the same as train.steps=1T")
     parser.add_argument("--nodes", metavar="N[,N…]", help="machines; several numbers are compared (default: 1)")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what the best layouts need least of (default: time)")
@@ -84,24 +82,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B"
     )
     parser.add_argument("--all", action="store_true", help="also list layouts that differ only in details")
-    parser.add_argument(
-        "--write",
-        metavar="FILE",
-        type=Path,
-        help="write the recipe with a layout of the list to FILE; for a run, a device file",
-    )
+    write_help = "write the recipe with a layout of the list to FILE; for a run, a device file"
+    parser.add_argument("--write", metavar="FILE", type=Path, help=write_help)
     parser.add_argument("--layout", metavar="N", type=int, help="with --write: a row (default: the first without '!')")
     parser.add_argument(
         "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
     )
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a device file")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="of --calibrate (default: measured.yaml, which must not exist)",
-    )
+    output_help = "of --calibrate (default: measured.yaml, which must not exist)"
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=output_help)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write one page with the proposals, a step's timeline and memory"
@@ -137,7 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_alone(arguments: argparse.Namespace, subject: str, *allowed: str) -> None:
-    """Refuse options that do not go with what is asked for."""
     given = [name for name in _OPTIONS if name not in allowed and getattr(arguments, name)]
     if given:
         name = {"overrides": "key=value", "recipe": "RECIPE"}.get(given[0], f"--{given[0].replace('_', '-')}")
@@ -245,7 +233,6 @@ def _calibrate(target: Path) -> None:
 
 
 def _show_differences(plans: list[Plan], first: int, second: int) -> None:
-    """Print the parts of two layouts side by side, the largest difference first."""
     for number in (first, second):
         if not 1 <= number <= len(plans):
             raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
@@ -302,7 +289,6 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
 
 
 def _training(path: Path, recipe: str, device: str, plan: Plan) -> tuple[str, str]:
-    """Return the command that trains a written recipe, and what is to be replaced in it."""
     nodes = plan.cluster.nodes
     command = f"shardwise train {path}"
     if nodes > 1:

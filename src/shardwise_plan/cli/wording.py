@@ -12,7 +12,6 @@ from shardwise.cli import output
 from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.goodput import best_checkpoint_interval
 from shardwise_plan.plan import Plan
-from shardwise_plan.prediction_text import step_duration
 
 _COLUMNS = 80
 """Columns that a plan is printed in, also into a file."""
@@ -84,7 +83,7 @@ def cost_text(plan: Plan) -> str:
 def plan_cells(plan: Plan) -> tuple[str, ...]:
     """The cells of a plan, under the head of `plan_columns`."""
     cells = (
-        step_duration(plan.time.total),
+        units.step_duration(plan.time.total),
         "" if plan.mfu is None else f"{plan.mfu:.1%}",
         f"{'!' if plan.is_tight else ''}{units.size(plan.headroom)}",
         duration(plan.calendar.seconds),

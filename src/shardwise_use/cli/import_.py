@@ -39,7 +39,7 @@ from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.storage.root import Root
-    from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
+    from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress
 
 _HUB = "hugging-face"
 _MEGATRON = "megatron"
@@ -76,44 +76,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"{_HUB} (default), {_MEGATRON}, {_NEMO}, {_NEURONX}, {_TITAN} or {_OLMO}",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument(
-        "--config",
-        metavar="PATH",
-        type=Path,
-        help=f"{_NEURONX}, {_TITAN}: the model's Hugging Face config.json, or its folder",
+    config_help = f"{_NEURONX}, {_TITAN}: the model's Hugging Face config.json, or its folder"
+    parser.add_argument("--config", metavar="PATH", type=Path, help=config_help)
+    vocab_size_help = (
+        f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or --tokenizer)"
     )
-    parser.add_argument(
-        "--vocab-size",
-        metavar="N",
-        type=count,
-        help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or "
-        "--tokenizer)",
+    parser.add_argument("--vocab-size", metavar="N", type=count, help=vocab_size_help)
+    tokenizer_help = "shards: the model's tokenizer, which is copied too; a path or hub id, as for data.tokenizer"
+    parser.add_argument("--tokenizer", metavar="PATH", help=tokenizer_help)
+    allow_drift_help = (
+        "shards: if replicas differ, as they can with stochastic rounding, take the first one (default: refused)"
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="shards: the model's tokenizer, which is copied too; a path or hub id, as for data.tokenizer",
-    )
-    parser.add_argument(
-        "--allow-drift",
-        action="store_true",
-        default=None,
-        help="shards: if replicas differ, as they can with stochastic rounding, take the first one (default: refused)",
-    )
-    parser.add_argument(
-        "--ignore",
-        metavar="NAME,…",
-        help="fields of config.json to leave out, because they do not change what the model computes",
-    )
+    parser.add_argument("--allow-drift", action="store_true", default=None, help=allow_drift_help)
+    ignore_help = "fields of config.json to leave out, because they do not change what the model computes"
+    parser.add_argument("--ignore", metavar="NAME,…", help=ignore_help)
     parser.add_argument(
         "--weights-only", action="store_true", help="leave out the step and the optimizer's state that SOURCE has"
     )
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        type=_from_0,
-        help="samples that SOURCE was trained on, after which the data go on (default: as SOURCE says)",
-    )
+    samples_help = "samples that SOURCE was trained on, after which the data go on (default: as SOURCE says)"
+    parser.add_argument("--samples", metavar="N", type=_from_0, help=samples_help)
     parser.add_argument(
         "--tokens", metavar="N", type=_from_0, help="tokens that SOURCE was trained on (default: as SOURCE says)"
     )
@@ -128,7 +109,7 @@ def _from_0(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     _require_fitting(arguments)
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    from shardwise_use.importing.hugging_face import write_imported_checkpoint
+    from shardwise_use.importing.imported_model import write_imported_checkpoint
 
     opened = _open(arguments)
     opened = replace(opened, progress=_completed(opened.progress, arguments))
@@ -280,7 +261,6 @@ def _open(arguments: argparse.Namespace) -> ImportedModel:
 
 
 def _names(given: str | None) -> list[str]:
-    """The names that `--ignore` gives: a,b or [a,b], as of model.ignore."""
     if given is None:
         return []
     # As a list of YAML, so that quotes mean the same as in a recipe.

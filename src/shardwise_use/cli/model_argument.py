@@ -179,7 +179,6 @@ def open_model_folder(
 
 
 def _open_hugging_face(path: Path, user_model: Mapping[str, Any]) -> ModelFolder:
-    """A Hugging Face folder; `user_model`: as in `_model_section`."""
     try:
         described = (path / _CONFIG).read_bytes()
     except FileNotFoundError:
@@ -324,7 +323,6 @@ def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
 
 
 def _tokenizer_of(folder: ModelFolder, values: Mapping[str, Any]) -> str:
-    """The tokenizer that the user names, else that of the folder."""
     tokenizer: str | None = values.get("data", {}).get("tokenizer") or folder.tokenizer
     if tokenizer is None:
         raise _without_tokenizer(folder)
@@ -367,7 +365,6 @@ def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[
 
 
 def _sections_of_batches(folder: ModelFolder, values: Mapping[str, Any], replicas: int) -> dict[str, dict[str, Any]]:
-    """All sections, with the sequences and micro-batches that an evaluation reads at once."""
     sections = _sections(folder, values)
     train = sections["train"]
     # The model reads no longer sequences, whatever the run or the default says.

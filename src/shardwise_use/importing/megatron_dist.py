@@ -36,7 +36,7 @@ from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise_use import sparse_models
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.tensor_parallel_shards import TensorParallelShards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
@@ -115,7 +115,6 @@ def _common(folder: Path) -> dict[str, Any]:
 
 
 def _shards(tensors: _Tensors, where: str) -> TensorParallelShards:
-    """Whole tensors by role, as the only rank has them."""
     found: dict[str, LazyTensor] = {}
     unknown: list[str] = []
     for name, tensor in tensors.items():
@@ -220,7 +219,6 @@ def _unpacked(
 
 
 def _roles(weights: TensorParallelShards, layers: range, of_all: int, order: Sequence[str]) -> Iterator[str]:
-    """The tensors of a model chunk with these layers, in the order of its modules."""
     names = ["word", "position"] if layers.start == 0 else []
     names += [f"layers.{layer}.{role}" for layer in layers for role in order]
     names += ["final_norm", "head"] if layers.stop == of_all else []

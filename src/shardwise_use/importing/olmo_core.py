@@ -24,7 +24,7 @@ from shardwise.config import FamilyConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.runs.json_records import read_record
 from shardwise_use.importing import dcp_models, pickled
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, imported_points
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _TENSORS = "model_and_optim"

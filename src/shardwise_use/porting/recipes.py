@@ -90,14 +90,12 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
 
 
 def _given_steps(overrides: Sequence[str]) -> int | None:
-    """The steps that a key beside the file gives; None for tokens too."""
     values = [override.partition("=")[2] for override in overrides if override.startswith("train.steps=")]
     steps = yaml_scalar(values[-1]) if values else None
     return steps if isinstance(steps, int) else None
 
 
 def _record_name(program: str, name: str) -> str | None:
-    """The name in the record of a setting of a program; None if there is none."""
     names = (f"{program}:{name}", name)
     return next((known for known in names if known in OTHER_NAMES or known in WORDS or known in WITHOUT_KEY), None)
 
@@ -105,8 +103,6 @@ def _record_name(program: str, name: str) -> str | None:
 def _rows(
     program: str, settings: Mapping[str, Any], known: Mapping[str, Any], has: Callable[[str], bool]
 ) -> list[Setting]:
-    """What becomes of each setting, apart from those that say the family alone."""
-
     def find(name: str) -> str | None:
         return _record_name(program, name)
 
@@ -250,7 +246,6 @@ def _program(settings: Iterable[str]) -> str:
 
 
 def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]:
-    """The settings that a file may have, by its ending or by what it looks like."""
     kind = place.suffix.lower()
     try:
         if kind == ".json" or (kind not in (".sh", ".py", ".toml", ".yaml", ".yml") and text.lstrip().startswith("{")):

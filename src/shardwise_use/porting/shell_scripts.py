@@ -164,8 +164,6 @@ def _assign(variables: dict[str, str], name: str, value: str, *, more: bool) -> 
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """A text with the values of variables and of arithmetic in it, as far as they are known."""
-
     def variable(match: re.Match[str]) -> str:
         value = variables.get(match[1] or match[3])
         return value if value is not None else match[2].strip("\"'") if match[2] is not None else match[0]

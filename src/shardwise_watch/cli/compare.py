@@ -284,7 +284,6 @@ def _print_table(
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:
-    """Return the greatest difference of a loss that is allowed: 0 with --bits."""
     tolerance: float | None = arguments.tolerance
     if arguments.bits and tolerance is not None:
         raise ConfigError(f"--tolerance ({tolerance}) must be left out with --bits, which allows no difference")
@@ -317,13 +316,11 @@ def _growth(differences: Mapping[float, float], grows_from: float) -> str:
 
 
 def _failure(run: RunDirectory) -> str | None:
-    """Say where and why the last start of a run failed; None without a failure, or if it is no run's folder."""
     failure = failure_of(run.recorded_failure(), last_event(run.path, "start") or {})
     return None if failure is None else failure.sentence
 
 
 def _records_of(run: RunDirectory) -> StateRecords | None:
-    """The gradient norms and state hashes of a run; None for a path that is not the folder of one."""
     if not (run.path.is_dir() and run.metrics.exists()):
         return None
     # Costly to import, for folders of runs alone.
@@ -437,7 +434,7 @@ def _draw_in_terminal(
     # Costly to import, for a drawing alone.
     from rich.console import Console
 
-    from shardwise_watch.screen.curve_overlay import COLOURS, draw_curve_overlay
+    from shardwise_watch.screen.drawing import OVERLAY_COLOURS, draw_curve_overlay
 
     console = Console(highlight=False, markup=False)
     log = arguments.log or ""
@@ -447,4 +444,4 @@ def _draw_in_terminal(
         for line in draw_curve_overlay(title, shown_curves, console.width, arguments.x, logarithmic):
             console.print(line, no_wrap=True, crop=True)
     for number, name in enumerate(names.values()):
-        console.print(f" {printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)
+        console.print(f" {printable(name)}", style=OVERLAY_COLOURS[number % len(OVERLAY_COLOURS)], soft_wrap=True)

@@ -37,12 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "others", metavar="RUN", nargs="*", type=Path, help="further runs, B and so on, overlaid on the first one, A"
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
-    )
+    output_help = "where to write it (default: report.html in RUN; of several, report-with-B.html in A)"
+    parser.add_argument("--output", metavar="FILE", type=Path, help=output_help)
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
     price_help = "price of a device, node or chip for an hour (default: log.price, else that of the replaced report)"
     parser.add_argument("--price", metavar="PRICE", help=price_help)

@@ -170,7 +170,6 @@ def line_chart(
 
 
 def _curves(area: _PlotArea, curves: Mapping[str, StepCurve], looks: Mapping[str, str], *, has_zero: bool) -> list[str]:
-    """Draw curves, and the line of 0. The inner picture cuts off what leaves the chart, but no dots at its edge."""
     drawn = [
         f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
         f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
@@ -335,7 +334,6 @@ def _figure(
     data: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> str:
-    """Surround a chart with its title, its legend (style and name) and the data that the script shows at the cursor."""
     keys = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in legend)
     small_print = "".join(f"<small>{escape(note)}</small>" for note in notes)
     width, height = area.size

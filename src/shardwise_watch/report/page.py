@@ -113,7 +113,6 @@ def _letter(name: str) -> str:
 
 
 def _differences(compared: Mapping[str, Any]) -> str:
-    """Draw the loss of each run but the first minus that of the first, A."""
     by_axis = {
         x: {
             "A": StepCurve([]),
@@ -128,7 +127,6 @@ def _differences(compared: Mapping[str, Any]) -> str:
 
 
 def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the losses of two runs over the steps that both have; an empty text if there are none."""
     curves = {
         name: StepCurve(curve["loss"], curve["evaluations"])
         for name, curve in zip("AB", compared["curves"], strict=False)
@@ -162,11 +160,6 @@ def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.
 
 
 def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_loss_whole: bool) -> list[str]:
-    """Draw the curves of the runs.
-
-    Args:
-        is_loss_whole: True if the loss is drawn here too, as the page opens with a part of it.
-    """
     return [
         *([_metric_chart(reports, names, _LOSS)] if is_loss_whole else []),
         chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")),
@@ -202,7 +195,6 @@ def _metric_chart(
 
 
 def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> dict[str, StepCurve]:
-    """Return the curves that the reports have by names of their own, such as those of sources."""
     curves = {}
     for name, report in zip(names, reports, strict=True):
         for curve_name, rows in report.get(key, {}).items():
@@ -222,7 +214,6 @@ def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
 
 
 def _task_rows(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any] | None]]]:
-    """Return the task, the metric, and the last score of each run, of each score that a run has."""
     of_runs = [{(row["task"], row["metric"]): row for row in report["tasks"]} for report in reports]
     keys = dict.fromkeys(key for rows in of_runs for key in rows)
     return [(*key, [rows.get(key) for rows in of_runs]) for key in keys]
@@ -242,7 +233,6 @@ def _counted(value: Any) -> Any:
 
 
 def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Collect the texts and pictures that the template shows of one run."""
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
     sent = {_AXES.get(axis, axis): amount for axis, amount in report["communication_bytes"].items() if amount}
@@ -330,7 +320,6 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the memory of every rank as bars, in the unit of the largest."""
     used = {rank["rank"]: rank["memory_bytes"] for rank in ranks if rank["memory_bytes"] is not None}
     if not used:
         return ""

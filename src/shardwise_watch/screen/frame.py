@@ -133,7 +133,6 @@ class FrameReader:
         return replace(frame, runs=self._rows(still)) if is_listing else frame
 
     def _rows(self, still: bool) -> list[tuple[Path, float, Sequence[str]]]:
-        """Read the runs that can be chosen, the one that wrote last first."""
         rows = []
         for path in dict.fromkeys([*self.paths, *run_folders(self.paths[0].parent)]):
             # One that cannot be read is left out.

@@ -284,7 +284,6 @@ def _between(width: int, left: Text, right: Text) -> Text:
 
 
 def _moment(event: Mapping[str, Any], now: float | None) -> str:
-    """Write the local time of an event; with a `now`, the time of an event of that day, else the day."""
     seconds = seconds_of(event)
     if math.isnan(seconds):
         return "–".rjust(5 if now is not None else 11)

@@ -318,7 +318,6 @@ def rank_strips(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def _slowest_rank_line(frame: Frame) -> Text:
-    """Name the slowest rank, and the silent ones."""
     summary = Text()
     slowest = frame.slowest
     silent = sorted(frame.silent)
@@ -407,7 +406,6 @@ def listing(
 
 
 def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the text and the style of each cell of a rank by its title, with those parts of its last step."""
     split = view.last.get("split_seconds") or {}
     heard = units.duration(round(max(0.0, frame.now - view.heard)))
     busy = WARN if view.utilization is not None and view.utilization < 0.7 else TEXT

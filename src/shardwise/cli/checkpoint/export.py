@@ -41,13 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gguf", action="store_true", help="write one file for llama.cpp, such as model.gguf, in place of a folder"
     )
-    parser.add_argument(
-        "--for",
-        dest="reader",
-        metavar="NAME",
-        help="refuse a model that this program computes wrongly: transformers, llama.cpp, mlx-lm, ctranslate2, vllm or "
-        "another one that models were tried with (with --gguf: gguf)",
+    reader_help = (
+        "refuse a model that this program computes wrongly: transformers, llama.cpp, mlx-lm, ctranslate2, vllm or "
+        "another one that models were tried with (with --gguf: gguf)"
     )
+    parser.add_argument("--for", dest="reader", metavar="NAME", help=reader_help)
     parser.add_argument(
         "--push",
         metavar="ID",
@@ -58,13 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        default=_MAX_SHARD_SIZE,
-        help=f"largest file with weights, such as 500MB or 2GiB; a larger tensor gets a separate file (default: "
-        f"{_MAX_SHARD_SIZE})",
+    max_shard_size_help = (
+        f"largest file with weights, such as 500MB or 2GiB; a larger tensor gets a separate file (default: "
+        f"{_MAX_SHARD_SIZE})"
     )
+    parser.add_argument("--max-shard-size", metavar="SIZE", default=_MAX_SHARD_SIZE, help=max_shard_size_help)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -154,7 +154,6 @@ def _problem(file: FetchedFile, remote: RemoteFile, sha256: str | None) -> str |
 
 
 def _listed(root: Root) -> list[RemoteFile]:
-    """The files that a place names."""
     is_pattern = root.scheme not in WEB_SCHEMES and not _PATTERN_CHARACTERS.isdisjoint(root.path)
     if not is_pattern and (root.scheme in WEB_SCHEMES or not root.is_folder()):
         info = _info(root)
@@ -181,7 +180,6 @@ def _listed(root: Root) -> list[RemoteFile]:
 
 
 def _info(root: Root) -> dict[str, Any]:
-    """The facts that the filesystem reports of a file."""
     with root.store_errors("read"):
         try:
             info: dict[str, Any] = root.fs.info(root.path)
@@ -209,7 +207,6 @@ def _copy(remote: RemoteFile, part: Path, progress: Callable[[int], None]) -> No
 
 
 def _require_room(remote: RemoteFile, target: Path) -> None:
-    """Raise ConfigError where the disk has no room for the file."""
     free = Root.of(target.parent).free_bytes()
     if remote.size is not None and free is not None and remote.size > free:
         raise ConfigError(
