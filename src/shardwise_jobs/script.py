@@ -250,11 +250,7 @@ def operand(name: str, text: str) -> str:
 def _sbatch_header(option: str, text: str | None = None, *, name: str | None = None) -> str:
     """Return a line of a script that gives sbatch an option, with quotes around a value that needs them.
 
-    Args:
-        name: the user's name of the value, for the message.
-
-    Raises:
-        ConfigError: the value does not fit in one line.
+    `name`: the user's name of the value. ConfigError: the value does not fit in one line.
     """
     if text is None:
         return f"#SBATCH {option}"

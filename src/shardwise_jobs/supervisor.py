@@ -114,12 +114,14 @@ class Supervisor:
         goes_on = self._record_killed_supervisor()
         while goes_on:
             began = time.time()
+            # Processes that are left of an earlier attempt have another id.
+            number = sum(ending.requeues == self.allocation.requeues for ending in self._endings)
             self._watch = AttemptWatch(
                 address,
                 self.nodes,
                 self.ranks_per_node,
                 logs,
-                id=self._id(),
+                id=f"{self.allocation.job}.{self.allocation.requeues}.{number}",
                 silence=self.launch.timeout,
                 heard=self._ask,
             )
@@ -133,12 +135,6 @@ class Supervisor:
             # A signal came during the pause.
             if goes_on and self._asked is not None:
                 self._leave(f"the job was stopped by {self._asked}; {_saved(ending)}", ending)
-
-    def _id(self) -> str:
-        """Return the id of an attempt; processes that are left of an earlier one have another id."""
-        allocation = self.allocation
-        number = sum(ending.requeues == allocation.requeues for ending in self._endings)
-        return f"{allocation.job}.{allocation.requeues}.{number}"
 
     def _record(self, ending: AttemptEnding, logs: Mapping[Path, str] | None = None) -> None:
         """Note an ending, also where the disk is full: it must not end the job."""

@@ -70,13 +70,10 @@ def measure_machine(world: Group, device: torch.device) -> Measurements:
 def _typical_seconds(
     call: Callable[[], object], device: torch.device, *, most: float = _MOST_SECONDS, least: int = 5
 ) -> float:
-    """Return the seconds of an undisturbed call.
+    """Return the seconds of an undisturbed call, by the device's clock, after a call that does not count.
 
-    Args:
-        call: call to time; it is made once more before.
-        device: device whose clock counts.
-        most: seconds for all calls, about.
-        least: number of calls even if they take longer; calls of more than ten times `most` are made twice.
+    All calls take about `most` seconds, and there are `least` of them even if they take longer; calls of more than ten
+    times `most` are made twice.
     """
     call()
     devices.synchronize(device)

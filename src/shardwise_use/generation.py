@@ -466,10 +466,8 @@ def _continue_text(
 ) -> list[int]:
     """`count` tokens drawn after `prompt`; collective over the ranks of one replica, which all return the same.
 
-    Args:
-        window: tokens that the model reads at most, as in its training; once they are full, it continues from the last
-            half of them.
-        continues: called after each token; once it returns False there are no more.
+    The model reads at most `window` tokens, as in its training: once they are full, it continues from the last half of
+    them. `continues` is called after each token; once it returns False there are no more.
     """
     sampler = TokenSampler(temperature, seed=seed)
     tokens = list(prompt)

@@ -55,9 +55,8 @@ _START_SECONDS = 600.0
 class _WholeFile(NamedTuple):
     """A file that is replaced as a whole, as it was read last.
 
-    Attributes:
-        changed: time of its last change, in ns; 0 for one that must be read again.
-        problem: sentence on a file that is damaged or cannot be read; empty for another one.
+    `changed`: time of its last change, in ns; 0 for one that must be read again. `problem`: sentence on a file that is
+    damaged or cannot be read.
     """
 
     changed: int = 0

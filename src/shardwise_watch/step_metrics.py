@@ -116,7 +116,9 @@ class StepSeries:
             self.undo_after(step - 1)
         self.steps.append(step)
         at = seconds_of(event)
-        self.elapsed.append(_elapsed_at(at, self.began, self.seconds, self.elapsed))
+        # After the record before, only the time since the last start counts.
+        since = max((time for time in (self.began, *self.seconds[-1:]) if time <= at), default=at)
+        self.elapsed.append((self.elapsed[-1] if self.elapsed else 0.0) + at - since)
         self.seconds.append(at)
         _append_fields(self.numbers, event)
         split = event.get("split_seconds")
@@ -153,18 +155,6 @@ class StepSeries:
     def mean_parts(self, begin: int, stop: int | None = None) -> dict[str, float]:
         means = {name: mean_of_known(finite_values(values[begin:stop])) for name, values in self.parts.items()}
         return {name: seconds for name, seconds in means.items() if seconds is not None}
-
-
-def _elapsed_at(at: float, began: float, seconds: Sequence[float], elapsed: Sequence[float]) -> float:
-    """Return the seconds of training up to a record: those up to the record before, and those since it.
-
-    Args:
-        at: time of the record.
-        began: time of the last start; after the record before, only the time since it counts.
-        seconds, elapsed: times of the records before that count, and the seconds of training up to each.
-    """
-    since = max((time for time in (began, *seconds[-1:]) if time <= at), default=at)
-    return (elapsed[-1] if elapsed else 0.0) + at - since
 
 
 def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any]) -> None:

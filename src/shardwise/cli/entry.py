@@ -28,11 +28,7 @@ _JOINING = (["train"], ["evaluate"], ["generate"])
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong with the arguments instead of printing it from every rank.
-
-    Attributes:
-        keys: keys that the command reads as `key=value`; None for all.
-    """
+    """Raises what is wrong with the arguments instead of printing it; `keys`: those of the command, None for all."""
 
     arguments: Sequence[str] = ()
     keys: Sequence[str] | None = None

@@ -136,8 +136,7 @@ def _state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, s
 def _train_first_half(trainer: Trainer, target: Path) -> tuple[ReferenceTraining, Path]:
     """Train to the middle and save there. Collective.
 
-    Returns:
-        what a reference has, of this rank's stages and on the host, with the state of the middle alone; the checkpoint.
+    Return what a reference has, of this rank's stages, on the host, with the state of the middle; and the checkpoint.
     """
     weights = {
         name: tensor.cpu() for name, tensor in canonical_weights(trainer.model, optimizer=trainer.optimizer).items()

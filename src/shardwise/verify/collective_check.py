@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.base.errors import ShardwiseError, shown
 from shardwise.base.hardware import accelerators
 from shardwise.launch.local import EndedError, LaunchError, agent_ahead
-from shardwise.verify.machine_checks import Check, failed_check, passed_check
+from shardwise.verify.machine_checks import Check
 from shardwise.verify.rank_calls import call_on_ranks
 
 _TIMEOUT = 60.0
@@ -48,14 +48,15 @@ def check_collective() -> Check:
         raise
     except (ShardwiseError, OSError, ValueError) as error:
         # The folder stays: the message names logs in it.
-        return failed_check("collective", shown(str(error)), _FIX)
+        return Check("collective", "wrong", shown(str(error)), _FIX)
     shutil.rmtree(folder, ignore_errors=True)
     present = accelerators()[1]
     if facts["accelerators"] < present:
         text = f"torch {facts['torch']} finds {facts['accelerators']} accelerators, and this machine has {present}"
-        return failed_check("collective", text, "install a torch that is built for them, or their driver")
-    return passed_check(
+        return Check("collective", "wrong", text, "install a torch that is built for them, or their driver")
+    return Check(
         "collective",
+        "ok",
         f"2 ranks on {facts['device']} by {facts['backend']}: 4 MiB summed in {1000 * facts['seconds']:.1f} ms",
     )
 

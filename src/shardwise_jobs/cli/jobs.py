@@ -62,6 +62,7 @@ def _list(states: list[jobs.JobState], *, as_json: bool) -> None:
 
 
 def _row(state: jobs.JobState) -> tuple[str, ...]:
+    current = Path.cwd().resolve()
     return (
         state.id,
         state.text,
@@ -70,14 +71,8 @@ def _row(state: jobs.JobState) -> tuple[str, ...]:
         "" if state.loss is None else f"{state.loss:.4f}",
         "" if state.job is None else state.job.elapsed,
         "" if state.job is None else str(state.job.nodes),
-        _near(state.run),
+        str(state.run.relative_to(current) if state.run.is_relative_to(current) else state.run),
     )
-
-
-def _near(run: Path) -> str:
-    """A run's folder as seen from here."""
-    current = Path.cwd().resolve()
-    return str(run.relative_to(current) if run.is_relative_to(current) else run)
 
 
 def _show(state: jobs.JobState) -> None:

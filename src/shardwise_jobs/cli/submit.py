@@ -144,13 +144,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
 class _Checked:
     """A job that can be submitted, but for files that this machine may lack.
 
-    Attributes:
-        job: the job, with a folder whose name may change.
-        layout: layout on the most nodes.
-        notes: remarks on numbers of nodes that cannot be filled, and on accelerators that SLURM was not asked for.
-        machines: devices that `--device` names; None without it.
-        inputs: rows on data, tokenizer and weights.
-        warnings: rows on what may go wrong, and on files that cannot be read here.
+    The folder of `job` may change its name, and `layout` is that on the most nodes. `inputs` are rows on data,
+    tokenizer and weights, and `warnings` rows on what may go wrong.
     """
 
     job: JobPlan

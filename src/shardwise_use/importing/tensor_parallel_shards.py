@@ -86,10 +86,6 @@ def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipe
         raise ConfigError(problems)
 
 
-def _lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
-    return tensor if isinstance(tensor, LazyTensor) else LazyTensor.of(tensor)
-
-
 @dataclass
 class TensorParallelShards:
     """The tensors of an imported checkpoint, of all tensor-parallel ranks and pipeline stages.
@@ -123,7 +119,8 @@ class TensorParallelShards:
                     f"{self.where}: tensor-parallel rank {', '.join(map(str, lacking))} lacks {name} {place}"
                 )
                 continue
-            parts = [_lazy(tensors[name]) for tensors in tensors_by_rank]
+            held = [tensors[name] for tensors in tensors_by_rank]
+            parts = [part if isinstance(part, LazyTensor) else LazyTensor.of(part) for part in held]
             same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
             # Several stages may have a tensor, such as a tied embedding: the first one counts.
             self._require_replicas(name, self.tensors.setdefault(name, parts), parts, same)

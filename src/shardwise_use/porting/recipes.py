@@ -30,13 +30,7 @@ _OPTIONS = ("--run-dir", "--nproc")
 
 
 class _Translation(NamedTuple):
-    """A recipe, and where it comes from.
-
-    Attributes:
-        rows: the program's settings and what became of them.
-        problems: what is missing in the recipe or breaks a rule.
-        options: options of `shardwise train` with their values.
-    """
+    """A recipe made of another program's settings (`rows`), what is wrong with it, and options of `shardwise train`."""
 
     program: str
     sections: dict[str, dict[str, Any]]
@@ -107,7 +101,10 @@ def _rows(
         return _record_name(program, name)
 
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
-    readable = {name: value for name, value in asked.items() if _is_readable(value)}
+    # Code, and a variable that the file does not set, cannot be read.
+    readable = {
+        n: value for n, value in asked.items() if not isinstance(value, UnknownPythonValue) and "$" not in str(value)
+    }
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
@@ -121,22 +118,13 @@ def _rows(
     return rows
 
 
-def _is_readable(value: Any) -> bool:
-    """False for code, and for a variable that the file does not set."""
-    return not isinstance(value, UnknownPythonValue) and "$" not in str(value)
-
-
 def _with_last_values(row: Setting, keys: Mapping[str, Any], implied: Mapping[str, Any]) -> Setting:
     """A row with the values that its keys have at the end, by all settings; `implied`: what the file leaves out."""
-    values = {key: keys[key] for key in row.keys}
-    is_default = row.is_default or row.name in implied
-    return replace(row, keys=values, reason=_note(row, keys), is_default=is_default)
-
-
-def _note(row: Setting, keys: Mapping[str, Any]) -> str:
     is_decay = row.name == "lr_scheduler.decay_ratio" and "optimizer.decay_steps" in row.keys
     is_cut = is_decay and float(row.value) * keys.get("train.steps", 0) > keys["optimizer.decay_steps"] + 1.5
-    return "torchtitan shortens a decay to the steps after the warmup" if is_cut else row.reason
+    reason = "torchtitan shortens a decay to the steps after the warmup" if is_cut else row.reason
+    values = {key: keys[key] for key in row.keys}
+    return replace(row, keys=values, reason=reason, is_default=row.is_default or row.name in implied)
 
 
 def _tokens_of(keys: Mapping[str, Any]) -> int | None:

@@ -119,13 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A and another curve, `b`, whose letter is `name`.
-
-    Attributes:
-        points_of_a, points_of_b: their losses over the axis `x`, smoothed if asked for.
-        signed: losses of B minus those of A, where both are.
-        not_finite: places of losses that are not finite in one of the two.
-    """
+    """A and another curve, `b`, of the letter `name`; `signed`: losses of B minus those of A, where both are."""
 
     a: Path
     b: Path

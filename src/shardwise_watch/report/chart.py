@@ -384,11 +384,7 @@ def _mark(area: _PlotArea, mark: ChartMark) -> str:
 
 
 def _mark_label(area: _PlotArea, mark: ChartMark, number: int) -> str:
-    """Write the label of a mark on the side of its line that has more room; neighbouring labels are not at one height.
-
-    Args:
-        number: number of the label, from 0 on.
-    """
+    """Write a mark's label on the side of its line with more room, at a height by the `number` of the label."""
     if not area.low_x <= mark.place <= area.high_x:
         return ""
     is_left = 2 * mark.place < area.low_x + area.high_x

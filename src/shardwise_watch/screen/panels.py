@@ -53,14 +53,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
 
 
 class _CurveStyle(NamedTuple):
-    """The way in which the curve of a metric is shown.
-
-    Attributes:
-        title: heading of the panel.
-        colour: colour of the curve, and of its last value.
-        last: function that writes the last value.
-        scale: function that writes a value at the scale.
-    """
+    """The way in which a curve is shown; `last` writes its last value, and `scale` a value at the scale."""
 
     title: str
     colour: str

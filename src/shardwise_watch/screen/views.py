@@ -238,13 +238,8 @@ METRICS: tuple[Metric, ...] = ("work", "memory", "use")
 class _MetricStyle(NamedTuple):
     """The way in which a number of the ranks is shown.
 
-    Attributes:
-        value: function that returns the number of a rank.
-        style: function that returns the colour of a value.
-        shown: function that writes a value.
-        low: number of the lowest cell.
-        least_high: lower bound for the number of the highest cell, so that small differences stay small.
-        worst: function that chooses the number of a cell of several ranks.
+    Cells reach from the number `low` to the largest one, which is at least `least_high`, so that small differences stay
+    small. `worst` chooses the number of a cell of several ranks.
     """
 
     title: str
@@ -269,11 +264,7 @@ _LABEL = 8
 
 
 class _Heat:
-    """A number of all ranks, whose strips have one scale.
-
-    Attributes:
-        known: numbers of the ranks that recorded one.
-    """
+    """A number of all ranks, whose strips have one scale; `known`: numbers of the ranks that recorded one."""
 
     def __init__(self, frame: Frame, metric: Metric) -> None:
         self._frame = frame
