@@ -202,7 +202,6 @@ def _device_memory(gres: str | None) -> int | None:
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
-    """Return a line on what a failed job resumes from, if copies of the state in the nodes' memory are possible."""
     keys = job.config.checkpoint
     every = keys.every if keys.memory_every is None else keys.memory_every
     taken = memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)

@@ -191,7 +191,6 @@ class Supervisor:
             )
 
     def _ending(self, how: How, **facts: Any) -> AttemptEnding:
-        """Make the record of an ending, with what the run's folder tells of it; `facts` are further fields."""
         allocation = self.allocation
         known = {"began": time.time(), "requeues": allocation.requeues, "step": 0} | facts
         known["step"] = max(known["step"], last_recorded_step(self.run_path))

@@ -103,7 +103,6 @@ def _values(measurements: Measurements, source: str) -> dict[str, Any]:
 
 
 def _fitted_constants(measurements: Measurements, device: Device) -> DeviceConstants:
-    """Return the constants that predict steps and matrix products best, from a start that single operations give."""
     similar_device = load_device("cpu" if measurements.type == "cpu" else "h100")
     start = replace(device_constants(similar_device), **_START, host=measurements.launch)
 

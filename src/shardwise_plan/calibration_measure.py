@@ -151,7 +151,6 @@ def _slowest(seconds: Sequence[float], world: Group) -> list[float]:
 
 
 def _processors(device: torch.device) -> int:
-    """Return the number of units that each take a tile of a matrix product; a rank on a CPU is one."""
     if device.type == "cpu":
         return 1
     properties = torch.get_device_module(device).get_device_properties(device)

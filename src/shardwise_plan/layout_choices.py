@@ -291,7 +291,6 @@ def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> 
 def _schedules(
     parallel: ParallelConfig, layers: int, pipeline: int, fixed: Collection[str]
 ) -> Iterator[tuple[Schedule, int | None]]:
-    """Yield schedules with their virtual stages; those with any number of stages have equal ones."""
     if pipeline == 1:
         yield DEFAULT_SCHEDULE, None
         return

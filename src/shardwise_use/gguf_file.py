@@ -173,7 +173,6 @@ class GGUFExport:
         return replace(weight, name=name, shape=shape, read=partial(_changed, weight, change))
 
     def _change(self, name: str, new_name: str) -> _Change | None:
-        """The function that makes llama.cpp's tensor of ours; None where they are the same."""
         model = self.model
         if re.search(r"attn_[qk]\.", new_name) and self.architecture in _TURNS_NEIGHBOURS:
             return partial(_neighbours, head_dim=model.head_dim)

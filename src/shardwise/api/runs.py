@@ -254,7 +254,6 @@ def _require_train_arguments(config: object, run_dir: Any, name: object) -> None
 def _with_hooks(
     config: Config, data: Any, loss: Any, optimizer: Any, callbacks: Sequence[Any]
 ) -> tuple[Config, dict[str, object]]:
-    """The configuration with the names of hooks that are given as objects, and the objects by these names."""
     # The configuration holds names alone, so that it can be written to `config.yaml`.
     objects: dict[str, object] = {}
 

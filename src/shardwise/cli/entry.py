@@ -133,7 +133,6 @@ def _corrected(arguments: list[str]) -> str:
 
 
 def _resolved(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
-    """The name and the module of a command, or of its action where one is named, and the arguments behind it."""
     name, *further = arguments
     module = imported(module_of(name))
     if further and further[0] in getattr(module, "ACTIONS", ()):
@@ -177,7 +176,6 @@ def _parser(name: str, module: ModuleType) -> _Parser:
 
 
 def _without_command(arguments: list[str]) -> int:
-    """Answer a command line that names no command, or a wrong one."""
     first = arguments[0] if arguments else "--help"
     if first == "--version":
         output.line(f"shardwise {__version__}")
@@ -198,7 +196,6 @@ def _without_command(arguments: list[str]) -> int:
 
 
 def _without_action(name: str, package: ModuleType, arguments: list[str]) -> int:
-    """Answer a command line whose command has actions and that names none of them, or a wrong one."""
     if not arguments or arguments[0] in _HELP:
         output.raw(help_of_actions(name, package.__doc__ or "", package.ACTIONS))
         return 0

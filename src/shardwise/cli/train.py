@@ -255,7 +255,6 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
 
 
 def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, Config, _Rows]:
-    """The counts of a user's own model, the configuration for formulas, and the rows, with one if nothing is told."""
     if not config.model.is_own:
         return None, config, rows
     from shardwise.estimates.memory import memory_stand_in

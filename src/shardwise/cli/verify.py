@@ -154,8 +154,6 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Verified:
-    """A verification with the recipe that it verified."""
-
     name: str
     config: Config
     result: verification.Verification
@@ -210,7 +208,6 @@ class _Verified:
         )
 
     def _fields(self, device: str) -> list[tuple[str, str]]:
-        """The facts of the training and of the comparison; `device`: that of the reference."""
         train = self.config.train
         losses = self.result.losses
         tolerance = Tolerance.of(self.config)

@@ -156,7 +156,6 @@ def _asked(name: str, value: str) -> tuple[str, str]:
 def _unknown_option(
     parser: argparse.ArgumentParser, name: str, value: str, keys: Collection[str] | None, family: str
 ) -> str:
-    """The sentence on an option: what replaces it, or the keys and options that were most likely meant."""
     if text := removed_text(f"{parser.prog.removeprefix('shardwise ')} {name}"):
         return text
     takes_keys = any(action.dest == "overrides" for action in parser._actions)

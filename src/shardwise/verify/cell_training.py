@@ -270,7 +270,6 @@ def _largest(by_name: Mapping[str, float]) -> tuple[float, str]:
 
 
 def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference from the last losses of `reference`."""
     expected_losses = reference[len(reference) - len(losses) :]
     differences = {
         str(step): abs(loss - expected) / abs(expected)

@@ -103,7 +103,6 @@ def _show(state: jobs.JobState) -> None:
 
 
 def _told(ending: AttemptEnding) -> str:
-    """One start, in a line."""
     trained = "no step" if ending.first_step is None else f"steps {ending.first_step + 1:,} to {ending.step:,}"
     why = f": {ending.text.partition(chr(10))[0]}" if ending.text else ""
     return f"{trained} in {ending.seconds:,.0f} s on {ending.nodes} nodes, {ending.how}{why}"

@@ -197,7 +197,6 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
 
 
 def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) -> _Checked:
-    """Choose the nodes, the ranks and the layout of a job, of which no file has been checked yet."""
     nodes = config.launch.node_range
     if nodes is None:
         raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
@@ -238,7 +237,6 @@ def _accelerators(device: str | None, machines: Cluster | None, ranks: int) -> s
 
 
 def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
-    """A warning where SLURM reserves fewer devices on a node than the user names."""
     devices = slurm_commands.devices_of(gres or "")
     if not devices or devices >= machines.per_node or not device.endswith(f":{machines.per_node}"):
         return []

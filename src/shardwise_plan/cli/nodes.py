@@ -216,7 +216,6 @@ def _unused_devices(best: Plan, config: Config, machines: PricedDevices, fixed: 
 
 
 def _fastest(config: Config, machines: PricedDevices, on: Cluster, fixed: Collection[str]) -> Plan | None:
-    """Return the fastest plan on a cluster that leaves memory free, or else the fastest one; None if no layout fits."""
     try:
         plans = machines.search(config, on, fixed, 1).plans
     except ConfigError:
@@ -225,8 +224,6 @@ def _fastest(config: Config, machines: PricedDevices, on: Cluster, fixed: Collec
 
 
 class _Nodes:
-    """The fastest plan on each number of nodes that is asked for."""
-
     def __init__(self, config: Config, machines: PricedDevices, fixed: set[str]) -> None:
         self._config = config
         self._machines = machines
@@ -375,7 +372,6 @@ def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> t
 
 
 def _cost_in(plan: Plan, currency: str, budget: str) -> float:
-    """Return what a training costs in a currency, which must be that of its device's price."""
     price = plan.cluster.device.price
     if plan.cost is None or price is None or price.currency != currency:
         named = "which is not known" if price is None else f"which is in {price.currency}"

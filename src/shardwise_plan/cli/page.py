@@ -162,7 +162,6 @@ def _charts(
 
 
 def _chart(title: str, dots: list[dict[str, Any]], suffixes: tuple[str, str], band: list[float]) -> dict[str, Any]:
-    """Return a chart of dots, of which those between the two values of `band` are doubtful."""
     area, axes = chart.chart_axes([dot["x"] for dot in dots], [*(dot["y"] for dot in dots), *band], suffixes)
     placed: list[tuple[float, float, float]] = []
     # Those in front first: one that would cover a number moves to the right.
@@ -189,7 +188,6 @@ def _plan_lines(plan: Plan, title: str) -> list[str]:
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
-    """Return a row for what is assumed, and for each change of it, with a cell for each proposal."""
     usual = [proposal.plan.calendar.seconds for proposal in proposed]
     table = [("as assumed", [*map(wording.duration, usual)])]
     for changes in zip(*(sensitivities(proposal.plan) for proposal in proposed), strict=True):
@@ -262,7 +260,6 @@ def _memory(proposal: Proposal) -> dict[str, Any]:
 
 
 def _parts(amounts: Mapping[str, float], total: float, shown: Callable[[float], str]) -> list[dict[str, Any]]:
-    """Return the parts of a whole, the largest first, with their names, texts and colours."""
     # A kind has the same colour in each picture.
     colours = {name: number % 8 for number, name in enumerate(amounts)}
     parts = sorted(((amount, name) for name, amount in amounts.items() if amount / total >= _LEAST_PART), reverse=True)

@@ -314,7 +314,6 @@ _MOST_BARS = 20_000
 
 
 def _draw(plans: Sequence[Plan], path: Path) -> None:
-    """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
     # Costly to import, for a plot alone.
     from shardwise.base.registered import optional_library
 

@@ -180,7 +180,6 @@ def _print_tasks(
 
 
 def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> Part | Literal["all"]:
-    """The part to evaluate: the user's choice, else all of the data that the user names without a split."""
     given: dict[str, Any] = values.get("data", {})
     if chosen is None and not {"path", "blend"}.isdisjoint(given) and "split" not in given:
         return "all"

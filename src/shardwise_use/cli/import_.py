@@ -180,7 +180,6 @@ def _completed(progress: ImportedProgress | None, arguments: argparse.Namespace)
 def _told_progress(
     opened: ImportedModel, progress: ImportedProgress, folder: Root, run_folder: Path | None, lines: list[str]
 ) -> dict[str, Any]:
-    """Return how far the training came and the command that goes on, whose keys are written into the run's folder."""
     tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
     states = sorted({weight.state for weight in progress.states})
     lines.append(

@@ -191,7 +191,6 @@ def _by_name(
 
 
 def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, gate_first: bool) -> list[_Parameter]:
-    """The parameters of the model in transformers 5, in the order of their definition there."""
     first: dict[str, int] = {}
     places: dict[str, tuple[int, int, int, bool]] = {}
     for name in shapes:

@@ -111,7 +111,6 @@ class _Branches:
         return all(runs is not False for runs, _ in self._open)
 
     def _decided(self, condition: str) -> bool | None:
-        """The value of tests that `&&` and `||` join; None if it is not known."""
         first, *further = re.split(r"(&&|\|\|)", condition.rpartition("then")[0] or condition)
         value = self._tested(first)
         for joint, test in zip(further[::2], further[1::2], strict=True):

@@ -355,7 +355,6 @@ def _missing(a: StateRecords | None, b: StateRecords | None) -> str:
 
 
 def _compared_text(facts: Mapping[str, Any], which: str) -> str:
-    """The result for gradient norms or for states; `which` says at which steps they are compared."""
     if "not_compared" in facts:
         return f"not compared: {facts['not_compared']}"
     if facts["first_difference"] is None:
@@ -389,7 +388,6 @@ def _draw(
     arguments: argparse.Namespace,
     tolerance: float,
 ) -> None:
-    """Draw the curves and, below them, the difference of two on a logarithmic scale, or of more from the first."""
     # Costly to import, for a plot alone.
     from shardwise.base.registered import optional_library
     from shardwise_watch.plot import STYLE, draw_curves, finish_axes

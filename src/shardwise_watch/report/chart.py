@@ -185,7 +185,6 @@ def _curves(area: _PlotArea, curves: Mapping[str, StepCurve], looks: Mapping[str
 
 
 def _line_data(known: Mapping[str, StepCurve], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of curves for the script, with what it needs besides; empty parts are left out."""
     dots = {name: [[x, _rounded(y, _DIGITS)] for x, y in curve.dots] for name, curve in known.items() if curve.dots}
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
     parts = {**further, "dots": dots, "breaks": breaks}

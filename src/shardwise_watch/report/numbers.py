@@ -238,7 +238,6 @@ def _task_scores(run: RunView) -> dict[str, _Points]:
 
 
 def _tasks(scores: Mapping[str, _Points]) -> list[dict[str, Any]]:
-    """Return the first and the last score of each task by each metric, the last one with its standard error."""
     rows = []
     for metric, tasks in scores.items():
         errors = scores.get("_stderr (".join(metric.split(" (")) if " (" in metric else f"{metric}_stderr", {})
@@ -311,7 +310,6 @@ def _headline(run: RunView) -> dict[str, Any]:
 
 
 def _final_loss(run: RunView) -> float | None:
-    """Return the loss of the last step, which may be NaN; None if no step recorded one."""
     values = run.series.numbers["loss"]
     is_known = bool(values) and (math.isfinite(values[-1]) or run.last.get("loss") is not None)
     return values[-1] if is_known else None
@@ -391,7 +389,6 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _finite(value: Any) -> Any:
-    """Return a value as it was recorded if it is a finite number; else None."""
     return value if _known(value) else None
 
 

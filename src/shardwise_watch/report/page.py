@@ -173,7 +173,6 @@ def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_lo
 def _metric_chart(
     reports: Sequence[Mapping[str, Any]], names: Sequence[str], metric: StepMetric, size: chart.ChartSize = chart.SMALL
 ) -> str:
-    """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
     curves: dict[str, StepCurve] = {}
     layout_notes, marks = _marks(reports)
     notes = layout_notes if metric is _LOSS else [metric.note] if metric.note else []
@@ -269,7 +268,6 @@ def _timeline(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _layout(report: Mapping[str, Any]) -> str:
-    """Return the degrees of parallelism as text; empty if the run did not record them."""
     layout = report["layout"]
     parallel = report["config"].get("parallel")
     if not short_layout(layout):

@@ -342,7 +342,6 @@ def _resampled_curve(curve: StepCurve, dot_columns: int) -> list[tuple[float, fl
 def _dot_bits(
     columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float
 ) -> list[list[int]]:
-    """Return the bits of the dots of each cell, by row and cell."""
     bits = [[0] * cells for _ in range(rows)]
     lowest_dot = rows * 4 - 1
     for column, ((least, largest), before) in enumerate(zip(columns, [(math.nan, math.nan), *columns], strict=False)):
@@ -357,7 +356,6 @@ def _dot_bits(
 
 
 def _dot(value: float, low: float, high: float, lowest_dot: int) -> int:
-    """Return the row of dots of a value, counted from above."""
     return max(0, min(lowest_dot, round((high - value) / (high - low) * lowest_dot)))
 
 

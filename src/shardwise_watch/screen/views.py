@@ -125,7 +125,6 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def _work_and_wait(view: PipelineView, width: int) -> Text:
-    """Draw the step of a pipeline rank as a bar: forward, backward, and points for its waits."""
     forward = view.forward_seconds or 0.0
     backward = view.backward_seconds or 0.0
     busy = round((1 - (view.bubble or 0.0)) * width)

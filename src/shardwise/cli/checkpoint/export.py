@@ -113,7 +113,6 @@ def _facts(export: Export, tensors: int) -> dict[str, Any]:
 
 
 def _require_readable(export: Export, reader: str) -> None:
-    """Refuse a model that a program computes wrongly; say what was not tried."""
     for note in provided("require_readable")(export.model, reader):
         output.progress(f"note: {note}")
 

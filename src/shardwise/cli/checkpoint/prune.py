@@ -63,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _runs(place: NamedFolder, given: str) -> list[Path]:
-    """The folders on this machine of runs that may save there."""
     from shardwise.checkpoint.storage.run_identity import run_owner
 
     folders = [Path(given)]

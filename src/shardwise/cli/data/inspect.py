@@ -84,7 +84,6 @@ def _show(inspection: Inspection) -> None:
 
 
 def _show_wrapped(lead: str, value: str, lines: int | None = None) -> None:
-    """Print the words of a text after `lead`, as wide as a terminal is; `lines`: the most lines that it takes."""
     words = printable(" ".join(value.split()))
     indent = " " * len(lead)
     wrapped = textwrap.wrap(
