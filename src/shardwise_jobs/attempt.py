@@ -37,21 +37,16 @@ _LINE_BYTES = 2**24
 
 @dataclass
 class _NodeLauncher:
-    """The launcher of one node.
-
-    Attributes:
-        heard: time of its last message, in seconds in which this process ran.
-        ended: last message, with the end of the ranks; None before it.
-    """
+    """The launcher of one node."""
 
     number: int
     name: str
     writer: asyncio.StreamWriter
-    heard: float
+    heard: float  # time of its last message, in seconds in which this process ran
     is_connected: bool = True
     is_training: bool = False
     beats: list[heartbeat.Beat] = field(default_factory=list)
-    ended: Mapping[str, Any] | None = None
+    ended: Mapping[str, Any] | None = None  # last message, with the end of the ranks; None before it
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,13 @@ class _Weight(NamedTuple):
 class _RowExchange(NamedTuple):
     """The work of a pass that brings each token to the experts that its router chooses; a dense block has none.
 
-    Attributes:
-        scores: the weight of the router's product, which is in float32 on the tokens between the cut layers.
-        moved_bytes: bytes that are read and written to put rows in the order of their experts, and to sum them.
-        sent_bytes: bytes of all rows that a rank sends to the ranks of `group`; as many come back.
-        group: ranks that divide the experts among them.
+    `scores`: the weight of the router's product, which is in float32 on the tokens between the cut layers.
     """
 
     scores: _Weight = _Weight(0, 0, 0)
-    moved_bytes: int = 0
-    sent_bytes: float = 0.0
-    group: LinkedRanks = LinkedRanks(1, 1)
+    moved_bytes: int = 0  # bytes that are read and written to put rows in the order of their experts, and to sum them
+    sent_bytes: float = 0.0  # bytes of all rows that a rank sends to the ranks of `group`; as many come back
+    group: LinkedRanks = LinkedRanks(1, 1)  # ranks that divide the experts among them
     kernels: int = 0
 
 

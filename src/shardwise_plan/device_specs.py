@@ -33,20 +33,15 @@ MOST_FAILURES = 1e4
 class _Figure:
     """A number of a device file.
 
-    Attributes:
-        place: field of `Device`, or of its `node`, `network`, `reliability` or `constants`.
-        least, most: range that a device can have.
-        unit: one of the file in the unit of the field.
-        is_whole: True for a whole number.
-        is_needed: False if a file may leave it out.
+    least, most: range that a device can have.
     """
 
-    place: str
+    place: str  # field of `Device`, or of its `node`, `network`, `reliability` or `constants`
     least: float
     most: float
-    unit: float = 1
-    is_whole: bool = False
-    is_needed: bool = False
+    unit: float = 1  # one of the file in the unit of the field
+    is_whole: bool = False  # True for a whole number
+    is_needed: bool = False  # False if a file may leave it out
 
     def allows(self, value: Any) -> bool:
         """Return whether a device can have this value."""

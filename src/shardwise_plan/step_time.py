@@ -107,20 +107,13 @@ class StepTime:
 
 
 class _StageWork(NamedTuple):
-    """The work of a stage on one micro-batch.
-
-    Attributes:
-        block: seconds of each of its blocks, on average.
-        ends: seconds of the embedding and of the head, if the stage has them.
-        times: seconds of its passes.
-        action: seconds that the schedule takes beside each pass.
-    """
+    """The work of a stage on one micro-batch."""
 
     stage: Stage
-    block: pass_seconds.PassSeconds
-    ends: tuple[pass_seconds.PassSeconds, ...]
-    times: StageTimes
-    action: float = 0.0
+    block: pass_seconds.PassSeconds  # seconds of each of its blocks, on average
+    ends: tuple[pass_seconds.PassSeconds, ...]  # seconds of the embedding and of the head, if the stage has them
+    times: StageTimes  # seconds of its passes
+    action: float = 0.0  # seconds that the schedule takes beside each pass
 
 
 def step_time(
@@ -285,9 +278,7 @@ def _most_elements(
 class _StepInputs:
     """The inputs of a step's formulas.
 
-    Attributes:
-        parts: parameters of the pipeline rank that has most, by the number of ranks that divide their tensors.
-        matrices: likewise those in matrices of blocks.
+    `parts`: parameters of the pipeline rank that has most, by the number of ranks that divide their tensors.
     """
 
     config: Config
@@ -298,7 +289,7 @@ class _StepInputs:
     precision: Precision
     works: list[_StageWork]
     parts: Counter[int]
-    matrices: Counter[int]
+    matrices: Counter[int]  # likewise those in matrices of blocks
 
     @staticmethod
     def of(

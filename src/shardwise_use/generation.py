@@ -389,12 +389,10 @@ _PROMPT_TOKENS = 16
 class _SampleText:
     """The outcome of `draw_sample`.
 
-    Attributes:
-        text: a prompt and its continuation; None where there is none, and outside of replica 0.
-        stopped_by: name of the request that stopped the run before the text was complete; None without one.
+    `stopped_by`: name of the request that stopped the run before the text was complete; None without one.
     """
 
-    text: str | None = None
+    text: str | None = None  # a prompt and its continuation; None where there is none, and outside of replica 0
     stopped_by: str | None = None
 
 

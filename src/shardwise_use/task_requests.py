@@ -196,18 +196,14 @@ class TaskModel:
 class _Batch:
     """Requests that go through the model together.
 
-    Attributes:
-        ids_SB: tokens that the model reads, padded at the end.
-        lengths_B: tokens of each request before its padding.
-        places_N, columns_N: place in the sequence, and column, of each token that a target follows.
-        targets_N: the targets.
+    places_N, columns_N: place in the sequence, and column, of each token that a target follows.
     """
 
-    ids_SB: Tensor
-    lengths_B: Tensor
+    ids_SB: Tensor  # tokens that the model reads, padded at the end
+    lengths_B: Tensor  # tokens of each request before its padding
     places_N: Tensor
     columns_N: Tensor
-    targets_N: Tensor
+    targets_N: Tensor  # the targets
 
     @staticmethod
     def of(requests: Sequence[ScoreRequest], mesh: Mesh) -> _Batch:

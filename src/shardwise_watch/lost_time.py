@@ -33,21 +33,13 @@ _ENDS_AT_ONCE = ("failed: Interrupted: Ctrl-C", "failed: KeyboardInterrupt")
 
 @dataclass
 class _RunStart:
-    """One start of the run.
+    """One start of the run."""
 
-    Attributes:
-        began: time of its "start" event, in seconds since the epoch.
-        steps: steps that were done before.
-        compiling: seconds of compiling graphs.
-        is_wanted: True if the run had done what it was told before, so that this start follows no failure.
-        last: last "step" event; {} before the first.
-    """
-
-    began: float = math.nan
-    steps: int = 0
-    is_wanted: bool = False
-    compiling: float = 0.0
-    last: Mapping[str, Any] = field(default_factory=dict)
+    began: float = math.nan  # time of its "start" event, in seconds since the epoch
+    steps: int = 0  # steps that were done before
+    is_wanted: bool = False  # True if the run had done what it was told before, so that this start follows no failure
+    compiling: float = 0.0  # seconds of compiling graphs
+    last: Mapping[str, Any] = field(default_factory=dict)  # last "step" event; {} before the first
 
     def waited(self, cause: str) -> float:
         """Return the seconds of a wait: `waited_seconds` of the last step are sums since the start."""
