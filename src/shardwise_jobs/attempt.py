@@ -74,23 +74,15 @@ class AttemptOutcome:
 
 @dataclass(eq=False)
 class AttemptWatch:
-    """One attempt at a job, which `run` starts and watches.
+    """One attempt at a job, which `run` starts and watches."""
 
-    Attributes:
-        address: address by which the other nodes reach this one.
-        logs: folder of the ranks' logs.
-        id: id of the attempt.
-        silence: seconds without a message after which a node is lost.
-        heard: function that is called with the name of a signal that a node's launcher has got.
-    """
-
-    address: str
+    address: str  # address by which the other nodes reach this one
     nodes: int
     ranks_per_node: int
-    logs: Path
-    id: str
-    silence: float
-    heard: Callable[[str], None]
+    logs: Path  # folder of the ranks' logs
+    id: str  # id of the attempt
+    silence: float  # seconds without a message after which a node is lost
+    heard: Callable[[str], None]  # function that is called with the name of a signal that a node's launcher has got
 
     def __post_init__(self) -> None:
         # A launcher of an earlier attempt may still live. It knows another secret, and is not heard.

@@ -56,25 +56,16 @@ def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str |
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The job to submit.
-
-    Attributes:
-        recipe: a shipped recipe's name, or the path of a file that stays as it is.
-        overrides: `key=value` words after the recipe.
-        run_path: absolute path of the run's folder.
-        directory: working directory of the job.
-        nodes: fewest and most nodes.
-        gres: resources that SLURM reserves on each node.
-    """
+    """The job to submit."""
 
     config: Config
-    recipe: str
-    overrides: tuple[str, ...]
-    run_path: Path
-    directory: Path
-    nodes: tuple[int, int]
+    recipe: str  # a shipped recipe's name, or the path of a file that stays as it is
+    overrides: tuple[str, ...]  # `key=value` words after the recipe
+    run_path: Path  # absolute path of the run's folder
+    directory: Path  # working directory of the job
+    nodes: tuple[int, int]  # fewest and most nodes
     ranks_per_node: int
-    gres: str | None
+    gres: str | None  # resources that SLURM reserves on each node
 
     @property
     def node_range(self) -> str:

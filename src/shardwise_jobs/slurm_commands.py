@@ -228,21 +228,13 @@ def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEO
 
 @dataclass(frozen=True)
 class Allocation:
-    """The machines that SLURM has given to the job of this process.
+    """The machines that SLURM has given to the job of this process."""
 
-    Attributes:
-        job: number of the job in SLURM.
-        requeues: number of times that SLURM has started the job again.
-        nodes: number of nodes.
-        first: name of the first node.
-        ends: end of the time limit, in seconds since the epoch; None without a limit.
-    """
-
-    job: str
-    requeues: int
-    nodes: int
-    first: str
-    ends: float | None
+    job: str  # number of the job in SLURM
+    requeues: int  # number of times that SLURM has started the job again
+    nodes: int  # number of nodes
+    first: str  # name of the first node
+    ends: float | None  # end of the time limit, in seconds since the epoch; None without a limit
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:

@@ -51,25 +51,16 @@ This process ends the launchers, and not srun: it waits for the reports of the o
 
 @dataclass(eq=False)
 class Supervisor:
-    """The supervisor of one start of a job by SLURM.
+    """The supervisor of one start of a job by SLURM."""
 
-    Attributes:
-        launch: section of the run's configuration.
-        run_path: the run's folder, which is locked by this process.
-        nodes: number of nodes of the allocation that are used.
-        ranks_per_node: number of ranks on each of them.
-        say: function that prints a line for the user.
-        killed_by: signal that killed this job's supervisor before this one, if any.
-    """
-
-    launch: LaunchConfig
-    run_path: Path
+    launch: LaunchConfig  # section of the run's configuration
+    run_path: Path  # the run's folder, which is locked by this process
     allocation: slurm_commands.Allocation
-    nodes: int
-    ranks_per_node: int
+    nodes: int  # number of nodes of the allocation that are used
+    ranks_per_node: int  # number of ranks on each of them
     command: Sequence[str]
-    say: Callable[[str], None]
-    killed_by: int | None = None
+    say: Callable[[str], None]  # function that prints a line for the user
+    killed_by: int | None = None  # signal that killed this job's supervisor before this one, if any
 
     def __post_init__(self) -> None:
         self._asked: str | None = None

@@ -42,38 +42,23 @@ class _RowExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Sizes on which the predicted time of a block depends, for one micro-batch on one rank.
-
-    Attributes:
-        local: widths of one rank's part.
-        batch: B.
-        length: S.
-        tensor_group: the t ranks that share each token.
-        sequence_parallel: True if activations are cut along the sequence too.
-        dtype: dtype of parameters and activations.
-        regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
-        matmul: format of the products of weights, if it is not `dtype`.
-        context_group: the c ranks that share each sample.
-        passes_keys: True if keys and values of other ranks come one rank after the other while attention computes.
-        expert_group: ranks that divide the experts.
-        routing: rule of the block's router; None: it has an MLP.
-    """
+    """Sizes on which the predicted time of a block depends, for one micro-batch on one rank."""
 
     model: FamilyConfig
-    local: LocalWidths
-    batch: int
-    length: int
-    tensor_group: LinkedRanks
-    sequence_parallel: bool
-    dtype: DtypeName
+    local: LocalWidths  # widths of one rank's part
+    batch: int  # B
+    length: int  # S
+    tensor_group: LinkedRanks  # the t ranks that share each token
+    sequence_parallel: bool  # True if activations are cut along the sequence too
+    dtype: DtypeName  # dtype of parameters and activations
     gradient: DtypeName
     recompute: Recompute
-    regathers: bool
-    matmul: Matmul | None
-    context_group: LinkedRanks
-    passes_keys: bool
-    expert_group: LinkedRanks
-    routing: Routing | None = None
+    regathers: bool  # True if inputs that sequence parallelism gathered are gathered again in the backward pass
+    matmul: Matmul | None  # format of the products of weights, if it is not `dtype`
+    context_group: LinkedRanks  # the c ranks that share each sample
+    passes_keys: bool  # True if keys and values of other ranks come one rank after the other while attention computes
+    expert_group: LinkedRanks  # ranks that divide the experts
+    routing: Routing | None = None  # rule of the block's router; None: it has an MLP
 
     @staticmethod
     def of(config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits) -> BlockShape:

@@ -218,31 +218,18 @@ def undisturbed_seconds(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Figures of a calibration that the ranks measured together, in seconds and bytes.
-
-    Attributes:
-        type: torch's name of its kind.
-        threads: threads of torch on each rank.
-        memory: bytes of one device.
-        processors: units of a device that each take a tile of a matrix product.
-        shapes: (m, n, k) of the matrix products.
-        products: seconds of each of `shapes`, by dtype.
-        copied: bytes that a copy reads and writes, and its seconds.
-        launch: seconds from the start of a kernel to that of the next.
-        sums: (bytes, seconds) of all-reduces over all ranks; none on one rank.
-        steps: seconds of a step of each of `calibration_trainings`.
-    """
+    """Figures of a calibration that the ranks measured together, in seconds and bytes."""
 
     device: str
-    type: str
+    type: str  # torch's name of its kind
     torch: str
-    threads: int
+    threads: int  # threads of torch on each rank
     ranks: int
-    memory: float
-    processors: int
-    shapes: Sequence[Sequence[int]]
-    products: Mapping[str, Sequence[float]]
-    copied: Sequence[float]
-    launch: float
-    sums: Sequence[Sequence[float]]
-    steps: Sequence[float]
+    memory: float  # bytes of one device
+    processors: int  # units of a device that each take a tile of a matrix product
+    shapes: Sequence[Sequence[int]]  # (m, n, k) of the matrix products
+    products: Mapping[str, Sequence[float]]  # seconds of each of `shapes`, by dtype
+    copied: Sequence[float]  # bytes that a copy reads and writes, and its seconds
+    launch: float  # seconds from the start of a kernel to that of the next
+    sums: Sequence[Sequence[float]]  # (bytes, seconds) of all-reduces over all ranks; none on one rank
+    steps: Sequence[float]  # seconds of a step of each of `calibration_trainings`

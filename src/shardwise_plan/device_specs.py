@@ -127,17 +127,11 @@ class Reliability:
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """The specs of a device's link to another one: bandwidth, latency and topology.
+    """The specs of a device's link to another one: bandwidth, latency and topology."""
 
-    Attributes:
-        bandwidth: bytes a second in one direction.
-        latency: seconds before the first byte.
-        topology: the way in which devices are linked, in words.
-    """
-
-    bandwidth: float
-    latency: float
-    topology: str
+    bandwidth: float  # bytes a second in one direction
+    latency: float  # seconds before the first byte
+    topology: str  # the way in which devices are linked, in words
 
 
 @dataclass(frozen=True)

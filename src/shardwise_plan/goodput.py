@@ -23,27 +23,17 @@ _MOST_EXPONENT = 50.0
 
 @dataclass(frozen=True)
 class Calendar:
-    """The planned time of a training on the calendar, in seconds, with checkpoints and failures.
-
-    Attributes:
-        interval: work between two checkpoints.
-        is_given: True if the recipe gives the interval; otherwise it is that which costs least.
-        stall: wait of the training for a checkpoint, while it is copied to the host.
-        write: time until a checkpoint is stored.
-        between_failures: time between two failures of the cluster, on average; infinite without failures.
-        restart: time until the run trains again after a failure.
-        seconds: all of it; infinite if failures let the training not finish.
-    """
+    """The planned time of a training on the calendar, in seconds, with checkpoints and failures."""
 
     steps: float
     evaluations: float
-    interval: float
-    is_given: bool
-    stall: float
-    write: float
-    between_failures: float
-    restart: float
-    seconds: float
+    interval: float  # work between two checkpoints
+    is_given: bool  # True if the recipe gives the interval; otherwise it is that which costs least
+    stall: float  # wait of the training for a checkpoint, while it is copied to the host
+    write: float  # time until a checkpoint is stored
+    between_failures: float  # time between two failures of the cluster, on average; infinite without failures
+    restart: float  # time until the run trains again after a failure
+    seconds: float  # all of it; infinite if failures let the training not finish
 
     @property
     def goodput(self) -> float:

@@ -81,19 +81,12 @@ _PARTS = tuple(part.name for part in fields(_PartSeconds))
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Predicted seconds of one micro-batch in a block, in the embedding or in the head.
+    """Predicted seconds of one micro-batch in a block, in the embedding or in the head."""
 
-    Attributes:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass, recompute included.
-        weight: seconds of the gradients of weights, a part of `backward`.
-        recompute: seconds of what is computed a second time, a part of `backward`.
-    """
-
-    forward: _PartSeconds
-    backward: _PartSeconds
-    weight: float
-    recompute: _PartSeconds = _PartSeconds()
+    forward: _PartSeconds  # seconds of the forward pass
+    backward: _PartSeconds  # seconds of the backward pass, recompute included
+    weight: float  # seconds of the gradients of weights, a part of `backward`
+    recompute: _PartSeconds = _PartSeconds()  # seconds of what is computed a second time, a part of `backward`
 
 
 def weighted_seconds(terms: Iterable[tuple[_PartSeconds, float]]) -> _PartSeconds:

@@ -30,24 +30,15 @@ _BY_EXPRESSION = {
 
 @dataclass(frozen=True)
 class GGUFVocabulary:
-    """A tokenizer as a GGUF file has it.
+    """A tokenizer as a GGUF file has it."""
 
-    Attributes:
-        model: `gpt2` (bytes and merges) or `llama` (pieces with scores).
-        pre: name of the rule that splits text, for `gpt2`.
-        tokens: the tokens in the order of their ids, as many as the model has rows.
-        merges: pairs with a space between them, for `gpt2`.
-        scores: the score of each token, for `llama`.
-        has_space_prefix: true if a space is put before a text.
-    """
-
-    model: str
-    pre: str
-    tokens: Sequence[str]
+    model: str  # `gpt2` (bytes and merges) or `llama` (pieces with scores)
+    pre: str  # name of the rule that splits text, for `gpt2`
+    tokens: Sequence[str]  # the tokens in the order of their ids, as many as the model has rows
     types: Sequence[int]
-    merges: Sequence[str] = ()
-    scores: Sequence[float] = ()
-    has_space_prefix: bool = False
+    merges: Sequence[str] = ()  # pairs with a space between them, for `gpt2`
+    scores: Sequence[float] = ()  # the score of each token, for `llama`
+    has_space_prefix: bool = False  # true if a space is put before a text
     notes: tuple[str, ...] = ()
 
 

@@ -180,19 +180,12 @@ class CurveColumn(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCurve:
-    """A number over the steps of a run, to be drawn.
+    """A number over the steps of a run, to be drawn."""
 
-    Attributes:
-        columns: columns in the order of steps; None for one without a finite value.
-        dots: (step, value) of single values, such as evaluations.
-        breaks: first and last step at which the number is not finite.
-        span: first and last step that the columns cover.
-    """
-
-    columns: Sequence[CurveColumn | None]
-    dots: Sequence[tuple[float, float]] = ()
-    breaks: tuple[float, float] | None = None
-    span: tuple[int, int] = (0, 0)
+    columns: Sequence[CurveColumn | None]  # columns in the order of steps; None for one without a finite value
+    dots: Sequence[tuple[float, float]] = ()  # (step, value) of single values, such as evaluations
+    breaks: tuple[float, float] | None = None  # first and last step at which the number is not finite
+    span: tuple[int, int] = (0, 0)  # first and last step that the columns cover
 
     @property
     def known(self) -> list[CurveColumn]:

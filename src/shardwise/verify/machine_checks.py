@@ -42,17 +42,12 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Check:
-    """The finding of one check of `shardwise doctor`.
-
-    Attributes:
-        status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
-        mend: advice; empty if all is well.
-    """
+    """The finding of one check of `shardwise doctor`."""
 
     name: str
-    status: Status
+    status: Status  # `wrong` if trainings fail here; `warning` if some do, or they are slow
     found: str
-    mend: str = ""
+    mend: str = ""  # advice; empty if all is well
 
 
 def check_machine(run_path: Path) -> Iterator[Check]:

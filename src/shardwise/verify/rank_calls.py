@@ -30,15 +30,10 @@ _RESULTS_FILE = "results.pickle"
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of rank 0 of called ranks, and the error that ended the ranks before they were done.
+    """The results of rank 0 of called ranks, and the error that ended the ranks before they were done."""
 
-    Attributes:
-        values: the result of the function, or all that it yielded before the end.
-        failure: None if all ranks have done their work.
-    """
-
-    values: list[Any]
-    failure: LaunchError | None
+    values: list[Any]  # the result of the function, or all that it yielded before the end
+    failure: LaunchError | None  # None if all ranks have done their work
 
     def single(self) -> Any:
         """Return the only result; raise the failure if there is one."""

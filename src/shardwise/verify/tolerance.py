@@ -9,15 +9,10 @@ from shardwise.config import Config
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest differences from one process that a verified layout may have.
+    """The largest differences from one process that a verified layout may have."""
 
-    Attributes:
-        losses: largest relative difference of the loss of a step.
-        gradients: largest difference of a tensor's gradient, relative to its norm.
-    """
-
-    losses: float
-    gradients: float
+    losses: float  # largest relative difference of the loss of a step
+    gradients: float  # largest difference of a tensor's gradient, relative to its norm
 
     @staticmethod
     def of(config: Config) -> Tolerance:
@@ -41,15 +36,10 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class ChoiceDifferences:
-    """The experts that routers chose and that differ from those of one process.
+    """The experts that routers chose and that differ from those of one process."""
 
-    Attributes:
-        differing: number of choices for a token that one process did not make.
-        wrong: the first one that differs although the scores were not nearly equal; empty if there is none.
-    """
-
-    differing: int = 0
-    wrong: str = ""
+    differing: int = 0  # number of choices for a token that one process did not make
+    wrong: str = ""  # the first one that differs although the scores were not nearly equal; empty if there is none
 
 
 @dataclass(frozen=True)

@@ -56,26 +56,16 @@ _MICRO_BATCH = 4
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with weights, as a command's argument names it. As a context it removes the copies of files made for it.
+    """A folder with weights, as a command's argument names it. As a context it removes the copies made for it."""
 
-    Attributes:
-        name: text for the user.
-        location: path or URL by which a rank opens it again.
-        path: folder on this machine that holds its `files`; those of a checkpoint are verified.
-        files: names of the files that describe the model and the tokenizer.
-        model: the `model` section of the folder.
-        run: configuration of the run that wrote it; empty where it is not known.
-        is_checkpoint: it is a checkpoint of shardwise.
-    """
-
-    name: str
-    location: str
+    name: str  # text for the user
+    location: str  # path or URL by which a rank opens it again
     weights: Root
-    path: Path
-    files: frozenset[str]
-    model: Mapping[str, Any]
-    run: Mapping[str, Any]
-    is_checkpoint: bool = False
+    path: Path  # folder on this machine that holds its `files`; those of a checkpoint are verified
+    files: frozenset[str]  # names of the files that describe the model and the tokenizer
+    model: Mapping[str, Any]  # the `model` section of the folder
+    run: Mapping[str, Any]  # configuration of the run that wrote it; empty where it is not known
+    is_checkpoint: bool = False  # it is a checkpoint of shardwise
 
     @property
     def tokenizer(self) -> str | None:

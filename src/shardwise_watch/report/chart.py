@@ -54,19 +54,12 @@ BELOW = ChartSize(640, 190)
 
 @dataclass(frozen=True)
 class ChartMark:
-    """A thin vertical line between two steps, whose text a browser shows at the pointer.
+    """A thin vertical line between two steps, whose text a browser shows at the pointer."""
 
-    Attributes:
-        steps_before: steps before the line.
-        text: what happened there.
-        label: text beside the line, where there is room for it.
-        run: letters of the run whose step this is.
-    """
-
-    steps_before: int
-    text: str
-    label: str = ""
-    run: str = ""
+    steps_before: int  # steps before the line
+    text: str  # what happened there
+    label: str = ""  # text beside the line, where there is room for it
+    run: str = ""  # letters of the run whose step this is
 
     @property
     def place(self) -> float:

@@ -27,30 +27,21 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file at a URL that `data fetch` can copy.
-
-    Attributes:
-        name: path relative to the folder or pattern that was named.
-        size: bytes; None where the server does not report them.
-    """
+    """A file at a URL that `data fetch` can copy."""
 
     root: Root
-    name: str
-    size: int | None
+    name: str  # path relative to the folder or pattern that was named
+    size: int | None  # bytes; None where the server does not report them
 
 
 @dataclass(frozen=True)
 class FetchedFile:
-    """A file that `data fetch` has on this machine.
-
-    Attributes:
-        is_new: this call fetched it.
-    """
+    """A file that `data fetch` has on this machine."""
 
     path: Path
     size: int
     sha256: str
-    is_new: bool
+    is_new: bool  # this call fetched it
 
     @staticmethod
     def of(path: Path, *, is_new: bool) -> FetchedFile:
