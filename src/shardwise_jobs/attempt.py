@@ -51,25 +51,17 @@ class _NodeLauncher:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The end of an attempt at a job.
+    """The end of an attempt at a job."""
 
-    Attributes:
-        stopped: text of ranks that stopped with a checkpoint, as they were asked to; None if they did not.
-        failure: cause of the failure; None without one.
-        lost: names of the nodes whose launcher did not report its end.
-        step: steps done at the end, as far as heartbeats tell.
-        until_joined, until_training, after_last_step: seconds, as in `restarts.AttemptEnding`.
-        logs: texts of torch's agents, by node.
-    """
-
-    stopped: str | None
-    failure: Failure | None
-    lost: tuple[str, ...]
-    step: int
+    stopped: str | None  # text of ranks that stopped with a checkpoint, as they were asked to; None if they did not
+    failure: Failure | None  # cause of the failure; None without one
+    lost: tuple[str, ...]  # names of the nodes whose launcher did not report its end
+    step: int  # steps done at the end, as far as heartbeats tell
+    # until_joined, until_training, after_last_step: seconds, as in `restarts.AttemptEnding`.
     until_joined: float | None
     until_training: float | None
     after_last_step: float
-    logs: Mapping[str, str]
+    logs: Mapping[str, str]  # texts of torch's agents, by node
 
 
 @dataclass(eq=False)

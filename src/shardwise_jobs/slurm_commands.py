@@ -24,29 +24,20 @@ MARK = "shardwise:"
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job as SLURM has it.
-
-    Attributes:
-        state: SLURM's word, such as PENDING or RUNNING.
-        reason: SLURM's word for the cause of the wait; empty for a job that does not wait.
-        nodes: number of nodes.
-        node_list: names of the nodes of a running job.
-        elapsed, limit: times as SLURM writes them.
-        starts: expected start; empty if SLURM does not know it.
-        run: the run's folder; None for a job that is not one of shardwise's.
-    """
+    """A job as SLURM has it."""
 
     id: str
-    state: str
-    reason: str
-    nodes: int
-    node_list: str
+    state: str  # SLURM's word, such as PENDING or RUNNING
+    reason: str  # SLURM's word for the cause of the wait; empty for a job that does not wait
+    nodes: int  # number of nodes
+    node_list: str  # names of the nodes of a running job
+    # elapsed, limit: times as SLURM writes them.
     elapsed: str
     limit: str
     partition: str
-    starts: str
+    starts: str  # expected start; empty if SLURM does not know it
     submitted: str
-    run: str | None
+    run: str | None  # the run's folder; None for a job that is not one of shardwise's
 
 
 def require() -> None:

@@ -33,16 +33,12 @@ _GIGABYTES = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s
 
 @dataclass(frozen=True)
 class Submitted:
-    """The record of a submitted job.
-
-    Attributes:
-        kind: "train" or "compile".
-        commit: commit of the folder of the submission, with `+` if files differ from it; None outside of a repository.
-    """
+    """The record of a submitted job."""
 
     id: str
-    kind: str
+    kind: str  # "train" or "compile"
     time: str
+    # Commit of the folder of the submission, with `+` if files differ from it; None outside of a repository.
     commit: str | None
 
 

@@ -33,7 +33,7 @@ class Calendar:
     write: float  # time until a checkpoint is stored
     between_failures: float  # time between two failures of the cluster, on average; infinite without failures
     restart: float  # time until the run trains again after a failure
-    seconds: float  # all of it; infinite if failures let the training not finish
+    seconds: float  # whole time; infinite if failures let the training not finish
 
     @property
     def goodput(self) -> float:

@@ -48,41 +48,25 @@ COMMUNICATION = ("tensor", "context", "experts", "messages", "reduction", "gathe
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of the pipeline rank that works longest, by what they are spent on; they sum to `total`.
+    """Seconds of a step of the pipeline rank that works longest, by what they are spent on; they sum to `total`."""
 
-    Attributes:
-        matmul: matrix products of blocks, forward and backward, without recompute.
-        memory_bound: norms, activations, dropout and sums, which memory limits.
-        accumulation: additions of the gradients of blocks' weights to those of earlier micro-batches.
-        launch: waits of the device for the host.
-        head: output head and loss, and the embedding.
-        recompute: all that is computed a second time, the forward pass that only counts rows of experts too.
-        tensor: collectives of tensor and sequence parallelism, as far as no product hides them.
-        context: collectives of context parallelism.
-        experts: all-to-alls of the rows of experts.
-        messages: waits of the rank while it sends to other stages.
-        bubble: waits of the rank for other stages.
-        reduction: gradients over data parallelism, as far as no backward pass hides it; behind one, the part of the
-            device that its kernels take.
-        gather: all-gathers of ZeRO's parameters, likewise.
-        optimizer: update with the gradient norm.
-    """
-
-    matmul: float
+    matmul: float  # matrix products of blocks, forward and backward, without recompute
     attention: float
-    memory_bound: float
-    accumulation: float
-    launch: float
-    head: float
-    recompute: float
-    tensor: float
-    context: float
-    experts: float
-    messages: float
-    bubble: float
+    memory_bound: float  # norms, activations, dropout and sums, which memory limits
+    accumulation: float  # additions of the gradients of blocks' weights to those of earlier micro-batches
+    launch: float  # waits of the device for the host
+    head: float  # output head and loss, and the embedding
+    recompute: float  # all that is computed a second time, the forward pass that only counts rows of experts too
+    tensor: float  # collectives of tensor and sequence parallelism, as far as no product hides them
+    context: float  # collectives of context parallelism
+    experts: float  # all-to-alls of the rows of experts
+    messages: float  # waits of the rank while it sends to other stages
+    bubble: float  # waits of the rank for other stages
+    # Gradients over data parallelism, as far as no backward pass hides it; behind one, the part of the device that its
+    # kernels take.
     reduction: float
-    gather: float
-    optimizer: float
+    gather: float  # all-gathers of ZeRO's parameters, likewise
+    optimizer: float  # update with the gradient norm
 
     @property
     def total(self) -> float:

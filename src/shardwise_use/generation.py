@@ -320,16 +320,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The continuation of a prompt.
+    """The continuation of a prompt."""
 
-    Attributes:
-        text: the new text, without the token that ends it.
-        tokens: all new ids, with the one that ends the text.
-        end: `eos` if an id of `Prompt.stop` ended the text, `stopped` if somebody did, else `max_tokens`.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
+    text: str  # the new text, without the token that ends it
+    tokens: tuple[int, ...]  # all new ids, with the one that ends the text
+    # `eos` if an id of `Prompt.stop` ended the text, `stopped` if somebody did, else `max_tokens`.
     end: Literal["eos", "stopped", "max_tokens"]
     prefill_seconds: float
     decode_seconds: float

@@ -63,23 +63,17 @@ class TextRequest:
 
 @dataclass(eq=False)
 class TaskModel:
-    """A causal model at any layout, without dropout, that answers requests of evaluation tasks.
+    """A causal model at any layout, without dropout, that answers requests of evaluation tasks."""
 
-    Attributes:
-        model: the whole model or this rank's stages.
-        stop: ids that end a continuation.
-        batch: requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal
-            model does not see what follows a token.
-        in_step: True if all replicas must make the same passes, which gather their weights.
-    """
-
-    model: nn.Module
+    model: nn.Module  # the whole model or this rank's stages
     mesh: Mesh
     parallel: ParallelConfig
     tokenizer: Tokenizer
-    stop: frozenset[int]
+    stop: frozenset[int]  # ids that end a continuation
+    # Requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal model does
+    # not see what follows a token.
     batch: int
-    in_step: bool = False
+    in_step: bool = False  # True if all replicas must make the same passes, which gather their weights
 
     def __post_init__(self) -> None:
         self.in_step = self.in_step or self.mesh.passes_in_step

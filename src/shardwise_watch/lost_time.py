@@ -59,16 +59,12 @@ class LostTime:
 
     Only two kinds of steps matter, so that a reader may skip all others: the last one before each start, and the last
     one of all.
-
-    Attributes:
-        steps: number of steps that were done again.
-        starts: number of starts of the run, to which its later stages do not add.
-        later_starts: each start but the first one, as the steps before it, and True if the run had saved its state and
-            stopped, so that it was continued; False if it had failed or was killed, and was started again.
     """
 
-    steps: int = 0
-    starts: int = 0
+    steps: int = 0  # number of steps that were done again
+    starts: int = 0  # number of starts of the run, to which its later stages do not add
+    # Each start but the first one, as the steps before it, and True if the run had saved its state and stopped, so that
+    # it was continued; False if it had failed or was killed, and was started again.
     later_starts: list[tuple[int, bool]] = field(default_factory=list)
     _lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     _first_time: float = math.nan

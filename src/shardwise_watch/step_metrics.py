@@ -22,25 +22,16 @@ from shardwise.runs.events import number, seconds_of
 
 @dataclass(frozen=True)
 class StepMetric:
-    """A number of "step" events in `metrics.jsonl`, as reports and screens show it.
+    """A number of "step" events in `metrics.jsonl`, as reports and screens show it."""
 
-    Attributes:
-        name: key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it.
-        help: sentence that Prometheus shows.
-        title: heading of the chart in the report; empty for a metric that has no chart.
-        note: words under the heading.
-        is_share: True if charts show the number in percent.
-        is_cut: True if the chart may leave out a steep beginning that would hide the rest of the curve.
-        is_in_every_step: True if each step records the metric, so that a number that is not finite tells of a training
-            that diverged. A metric that is None or NaN in a healthy run has False.
-    """
-
-    name: str
-    help: str
-    title: str = ""
-    note: str = ""
-    is_share: bool = False
-    is_cut: bool = True
+    name: str  # key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it
+    help: str  # sentence that Prometheus shows
+    title: str = ""  # heading of the chart in the report; empty for a metric that has no chart
+    note: str = ""  # words under the heading
+    is_share: bool = False  # True if charts show the number in percent
+    is_cut: bool = True  # True if the chart may leave out a steep beginning that would hide the rest of the curve
+    # True if each step records the metric, so that a number that is not finite tells of a training that diverged. A
+    # metric that is None or NaN in a healthy run has False.
     is_in_every_step: bool = False
 
 
@@ -165,14 +156,10 @@ def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any
 
 
 class CurveColumn(NamedTuple):
-    """The values of consecutive steps in a column of a drawn curve.
+    """The values of consecutive steps in a column of a drawn curve."""
 
-    Attributes:
-        step: last step of the column.
-        least, mean, largest: figures of the finite values in the column.
-    """
-
-    step: float
+    step: float  # last step of the column
+    # least, mean, largest: figures of the finite values in the column.
     least: float
     mean: float
     largest: float

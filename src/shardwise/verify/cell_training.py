@@ -41,19 +41,14 @@ _REFERENCE_FILE = "reference.pt"
 
 @dataclass(frozen=True)
 class ReferenceTraining:
-    """The training in one process, with which each cell's is compared.
-
-    Attributes:
-        weights: initial weights by canonical name.
-        gradients: gradients of the first step by canonical name.
-        states: texts of the training's state after its middle and after its end (`_state_texts`).
-        choices: experts that routers chose; empty for a dense model, and in bit-equal training.
-    """
+    """The training in one process, with which each cell's is compared."""
 
     losses: Sequence[float]
-    weights: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # initial weights by canonical name
+    gradients: Mapping[str, Tensor]  # gradients of the first step by canonical name
+    # Texts of the training's state after its middle and after its end (`_state_texts`).
     states: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    # Experts that routers chose; empty for a dense model, and in bit-equal training.
     choices: Recorded = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:

@@ -51,16 +51,12 @@ class CellOutcome:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of a whole verification.
-
-    Attributes:
-        outcomes: outcomes of all layouts, then of one process that read the last layout's checkpoint.
-        choices: tokens times experts of each, of all routers and steps, that were compared; 0 for a dense model.
-    """
+    """The outcome of a whole verification."""
 
     losses: Sequence[float]
+    # Outcomes of all layouts, then of one process that read the last layout's checkpoint.
     outcomes: Sequence[CellOutcome]
-    choices: int = 0
+    choices: int = 0  # tokens times experts of each, of all routers and steps, that were compared; 0 for a dense model
 
     def choice_rows(self) -> list[tuple[str, str]]:
         """Return rows of text on the choices of experts that were compared; none for a dense model."""

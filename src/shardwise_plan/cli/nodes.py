@@ -42,20 +42,13 @@ _FARTHEST_ADVICE = 64
 
 @dataclass(frozen=True)
 class PricedDevices:
-    """The devices of `--device`, with their price and failures, on any number of nodes.
+    """The devices of `--device`, with their price and failures, on any number of nodes."""
 
-    Attributes:
-        device: value of `--device`.
-        price: price for an hour; None: that of the device's file.
-        failures_per_year: failures of one device; None: those of its file.
-        restart: seconds of a restart; None: those of its file.
-        work: shows how far the searches are.
-    """
-
-    device: str
-    price: Price | None = None
-    failures_per_year: float | None = None
-    restart: float | None = None
+    device: str  # value of `--device`
+    price: Price | None = None  # price for an hour; None: that of the device's file
+    failures_per_year: float | None = None  # failures of one device; None: those of its file
+    restart: float | None = None  # seconds of a restart; None: those of its file
+    # Shows how far the searches are.
     work: progress = field(default_factory=partial(progress, "planning", noun="choice"))
 
     def on(self, nodes: int) -> Cluster:
@@ -76,19 +69,14 @@ class PricedDevices:
 
 @dataclass(frozen=True)
 class SearchedNodes:
-    """The layouts that `shardwise plan` found on one or several numbers of nodes.
+    """The layouts that `shardwise plan` found on one or several numbers of nodes."""
 
-    Attributes:
-        result: layouts and counts, of all numbers of nodes together; the best by the objective come first.
-        remarks: sentences, or None: `rates` has the learning rates, `steps` those on each number of devices where the
-            recipe does not say them, `budget` how many nodes a budget needs, `unused` that fewer devices of each node
-            need fewer device-hours.
-        compared: the plan to choose on each number of nodes that was looked at.
-    """
-
-    result: Search
+    result: Search  # layouts and counts, of all numbers of nodes together; the best by the objective come first
+    # Sentences, or None: `rates` has the learning rates, `steps` those on each number of devices where the recipe does
+    # not say them, `budget` how many nodes a budget needs, `unused` that fewer devices of each node need fewer
+    # device-hours.
     remarks: Mapping[str, str | None]
-    compared: Sequence[Plan]
+    compared: Sequence[Plan]  # the plan to choose on each number of nodes that was looked at
 
     @property
     def sentences(self) -> list[str]:

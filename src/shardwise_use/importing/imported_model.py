@@ -55,25 +55,18 @@ def imported_points(
 
 @dataclass(frozen=True)
 class ImportedProgress:
-    """The progress of an imported model's training by another program, and its AdamW's state, not read yet.
+    """The progress of an imported model's training by another program, and its AdamW's state, not read yet."""
 
-    Attributes:
-        step: updates done.
-        states: `exp_avg` and `exp_avg_sq` of all weights that train, and `master` of those that have one.
-        samples: samples that it was trained on, which are its position in the data; None: not known.
-        tokens: tokens that it was trained on; None: not known.
-        updates: updates as the optimizer counts them, of all weights or by canonical name; None: those of `step`.
-        keys: key → value of a configuration that goes on as the other program would.
-        losses: losses of its last steps.
-    """
-
-    step: int
+    step: int  # updates done
+    # `exp_avg` and `exp_avg_sq` of all weights that train, and `master` of those that have one.
     states: Sequence[writing.StreamedWeight]
-    samples: int | None = None
-    tokens: int | None = None
+    samples: int | None = None  # samples that it was trained on, which are its position in the data; None: not known
+    tokens: int | None = None  # tokens that it was trained on; None: not known
+    # Updates as the optimizer counts them, of all weights or by canonical name; None: those of `step`.
     updates: int | Mapping[str, int] | None = None
+    # Key → value of a configuration that goes on as the other program would.
     keys: Mapping[str, Any] = field(default_factory=dict)
-    losses: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()  # losses of its last steps
 
     def described(self) -> dict[str, Any]:
         """The entry `optimizer` of a manifest."""
@@ -89,24 +82,16 @@ class ImportedProgress:
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A model to import from another program, whose weights have not been read yet.
-
-    Attributes:
-        weights: all canonical weights, in the model's order.
-        layout: degrees of parallelism of the source; empty where it is not sharded.
-        small_files: name → content of other files of the model.
-        tokens: ids of special tokens, for `config.json`.
-        notes: sentences for the user, on settings of the other program that have no counterpart here.
-        progress: how far it was trained; None for weights alone.
-    """
+    """A model to import from another program, whose weights have not been read yet."""
 
     config: FamilyConfig
-    weights: Sequence[writing.StreamedWeight]
+    weights: Sequence[writing.StreamedWeight]  # all canonical weights, in the model's order
+    # Degrees of parallelism of the source; empty where it is not sharded.
     layout: Mapping[str, Any] = field(default_factory=dict)
-    small_files: Mapping[str, bytes] = field(default_factory=dict)
-    tokens: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    progress: ImportedProgress | None = None
+    small_files: Mapping[str, bytes] = field(default_factory=dict)  # name → content of other files of the model
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # ids of special tokens, for `config.json`
+    notes: Sequence[str] = ()  # sentences for the user, on settings of the other program that have no counterpart here
+    progress: ImportedProgress | None = None  # how far it was trained; None for weights alone
 
     @property
     def tensors(self) -> list[writing.StreamedWeight]:

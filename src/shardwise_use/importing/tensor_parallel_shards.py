@@ -93,15 +93,12 @@ class TensorParallelShards:
     What ranks disagree on is collected, so that the user reads all of it at once. A tensor that is missing or has
     another shape is an error by itself. Replicas that differ are a problem unless drift is allowed: stochastic
     rounding, for one, draws other bits on every rank.
-
-    Attributes:
-        ranks: tensor-parallel degree.
-        tensors: name → its tensors, one for each tensor-parallel rank.
     """
 
     where: str
-    ranks: int
+    ranks: int  # tensor-parallel degree
     allow_drift: bool = False
+    # Name → its tensors, one for each tensor-parallel rank.
     tensors: dict[str, list[LazyTensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
