@@ -25,14 +25,10 @@ from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
 
 _POLL_SECONDS = 0.2
-_LONGEST_POLL_SECONDS = 5.0
-"""Longer pauses between two polls are a stop of this process, and no silence of the nodes."""
-_GRACE_SECONDS = 5.0
-"""Seconds in which the other nodes report their ends, once one has failed: the cause may be theirs."""
-_END_SECONDS = 10.0
-"""Seconds in which the launchers end once they are told to; a machine that does not answer cannot."""
-_LINE_BYTES = 2**24
-"""Longest message: the heartbeats of a node's ranks, and 4,000 characters of a log."""
+_LONGEST_POLL_SECONDS = 5.0  # longer pauses between two polls are a stop of this process, and no silence of the nodes
+_GRACE_SECONDS = 5.0  # seconds in which the other nodes report their ends, once one has failed: the cause may be theirs
+_END_SECONDS = 10.0  # seconds in which the launchers end once they are told to; a machine that does not answer cannot
+_LINE_BYTES = 2**24  # longest message: the heartbeats of a node's ranks, and 4,000 characters of a log
 
 
 @dataclass

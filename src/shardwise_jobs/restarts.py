@@ -19,8 +19,7 @@ from shardwise.runs.folder import JsonLines
 from shardwise.runs.json_records import record_instances
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed", "cancelled"]
-_NOT_FINITE = "must be finite"
-"""Words of the trainer's error on a loss or gradient (`Passes.non_finite_error`)."""
+_NOT_FINITE = "must be finite"  # words of the trainer's error on a loss or gradient (`Passes.non_finite_error`)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from shardwise.config import Config
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.slurm_commands import MARK
 
-_REPLACED = '%\\"'
-"""Characters that SLURM replaces in the path of a log."""
+_REPLACED = '%\\"'  # characters that SLURM replaces in the path of a log
 
 
 def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str | None) -> int:
@@ -209,8 +208,7 @@ def _name(job: JobPlan) -> str:
     return in_one_line("--run-dir", job.run_path.name)
 
 
-_LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Control characters and other ends of a line."""
+_LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and other ends of a line
 
 
 def in_one_line(name: str, text: str) -> str:

@@ -15,8 +15,7 @@ from shardwise.base.errors import ConfigError, RunError, see
 
 TIMEOUT = 60.0
 _REQUEUE_TRIES = 6
-_REQUEUE_PAUSE = 10.0
-"""A controller that restarts, or ends many jobs at once, does not answer for a while."""
+_REQUEUE_PAUSE = 10.0  # a controller that restarts, or ends many jobs at once, does not answer for a while
 _FIELDS = ("%i", "%T", "%r", "%D", "%N", "%M", "%l", "%P", "%S", "%V", "%k")
 MARK = "shardwise:"
 """Beginning of the comment of a job; the run's folder follows."""

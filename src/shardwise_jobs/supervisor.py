@@ -35,13 +35,11 @@ from shardwise_jobs import slurm_commands
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 from shardwise_jobs.restarts import AttemptEnding, Decision, How, decide, history, record
 
-_PAUSE_SECONDS = 1.0
-"""Pause before the next attempt: the cause of the failure may last for a moment."""
+_PAUSE_SECONDS = 1.0  # pause before the next attempt: the cause of the failure may last for a moment
 _LEAVE_SECONDS = 30.0
 """Seconds before the time limit in which a run that has not saved is ended: it loses steps, but is queued again."""
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-_WARNING = signal_name(signal.SIGUSR1)
-"""Signal before the time limit, or before a preemption."""
+_WARNING = signal_name(signal.SIGUSR1)  # signal before the time limit, or before a preemption
 _SRUN = ("srun", "--ntasks-per-node=1", "--whole", "--kill-on-bad-exit=0", "--wait=0")
 """One launcher on each node, with all processors of the allocation there.
 

@@ -30,8 +30,7 @@ from shardwise_plan.step_time import step_time
 _FITTED = (
     "matmul", "depth", "memory", "fused_attention", "host", "step", "wait", "node", "update", "overlap", "action",
 )  # fmt: skip
-_FACTORS = (0.5, 0.2, 0.1, 0.03)
-"""Relative changes of a constant that the search tries, from coarse to fine."""
+_FACTORS = (0.5, 0.2, 0.1, 0.03)  # relative changes of a constant that the search tries, from coarse to fine
 _PULL = 1e-3
 """Weight of a constant's distance from its start, in squared error: a constant that no step depends on stays there."""
 _START = {

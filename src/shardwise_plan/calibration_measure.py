@@ -22,19 +22,13 @@ from shardwise_plan.calibration_fit import (
     undisturbed_seconds,
 )
 
-_COPIED = 2**26
-"""Elements of a copy: far more than caches hold."""
+_COPIED = 2**26  # elements of a copy: far more than caches hold
 _SUM_BYTES = (64, 2**16, 2**20, 2**24)
-_SUMS = 20
-"""Repetitions of each all-reduce."""
-_ROUNDS = 4
-"""Turns of each miniature training: other work of the machine then disturbs all alike."""
-_STEPS = 6
-"""Steps in each turn."""
-_WARM_UP = 2
-"""Steps before the first turn, which allocate memory."""
-_MOST_SECONDS = 0.4
-"""Seconds for a measurement of a single operation, about."""
+_SUMS = 20  # repetitions of each all-reduce
+_ROUNDS = 4  # turns of each miniature training: other work of the machine then disturbs all alike
+_STEPS = 6  # steps in each turn
+_WARM_UP = 2  # steps before the first turn, which allocate memory
+_MOST_SECONDS = 0.4  # seconds for a measurement of a single operation, about
 _DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
 

@@ -24,8 +24,7 @@ _STRIDED_RATE = 2.3e9
 # (NVIDIA/nccl-tests#100), and between nodes with 8 H100 (NVIDIA/nccl#1453).
 _CHANNELS_INSIDE = 24
 _CHANNELS_BETWEEN = 16
-_TREE = 0.85
-"""Bandwidth of NCCL's tree as a part of its ring's; an assumption."""
+_TREE = 0.85  # bandwidth of NCCL's tree as a part of its ring's; an assumption
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,10 @@ from shardwise_plan.device_specs import Cluster
 from shardwise_plan.step_time import HOST_LINK_BANDWIDTH
 
 _YEAR = 365 * 86_400
-_EVALUATION = 1 / 3
-"""The part of a step that an evaluation of a batch takes: its forward pass."""
-_LEAST_INTERVAL = 60.0
-"""Seconds between checkpoints below which nobody goes."""
-_LEAST_GOODPUT = 1e-3
-"""Goodput below which a training counts as one that does not finish."""
-_MOST_EXPONENT = 50.0
-"""Exponent of a time that nobody waits for: it keeps the numbers finite."""
+_EVALUATION = 1 / 3  # the part of a step that an evaluation of a batch takes: its forward pass
+_LEAST_INTERVAL = 60.0  # seconds between checkpoints below which nobody goes
+_LEAST_GOODPUT = 1e-3  # goodput below which a training counts as one that does not finish
+_MOST_EXPONENT = 50.0  # exponent of a time that nobody waits for: it keeps the numbers finite
 
 
 @dataclass(frozen=True)

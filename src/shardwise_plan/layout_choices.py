@@ -193,8 +193,7 @@ def number_of_choices(config: Config, world: int, per_node: int, fixed: Collecti
     return sum(1 for _ in _degrees(config, world, per_node, fixed))
 
 
-_Sharding = tuple[int, int, Frequency | None]
-"""The stage of ZeRO, the number of copies, and when gradients are reduced."""
+_Sharding = tuple[int, int, Frequency | None]  # the stage of ZeRO, the number of copies, and when gradients are reduced
 
 
 def _shardings(config: Config, layout: Layout, per_node: int, fixed: Collection[str]) -> Iterator[list[_Sharding]]:

@@ -29,10 +29,8 @@ from shardwise.pipeline.timeline import StageTimes, timeline
 
 Integers = npt.NDArray[np.int64]
 
-_ROUNDING = 1e-12
-"""Largest difference, as a part of a time, that rounding of sums can explain."""
-_LONGEST_PERIOD = 16
-"""Largest number of micro-batches in the repeated part of a program whose schedule has no rounds."""
+_ROUNDING = 1e-12  # largest difference, as a part of a time, that rounding of sums can explain
+_LONGEST_PERIOD = 16  # largest number of micro-batches in the repeated part of a program whose schedule has no rounds
 
 
 @lru_cache(maxsize=2**13)

@@ -36,8 +36,7 @@ _ACCELERATOR_KERNELS = (18, 8, 5)
 _CPU_OPERATORS = (37, 8, 7)
 
 
-_LEAST_SHARE = 0.001
-"""Share of a step from which on a part is shown."""
+_LEAST_SHARE = 0.001  # share of a step from which on a part is shown
 _HOST_BANDWIDTH = 100e9
 """Bytes a second of a machine's memory, which its ranks share as they update offloaded state: assumed, not measured."""
 HOST_LINK_BANDWIDTH = 25e9

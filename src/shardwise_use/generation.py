@@ -269,10 +269,8 @@ class TokenSampler:
         return log_p_V.index_fill(0, order_V[left_out_V], float("-inf"))
 
 
-_UNFINISHED = "\ufffd"
-"""The character that a tokenizer writes in place of bytes that are no whole character."""
-_CONTEXT = 8
-"""Tokens that are decoded together: a character of UTF-8 has at most 4 bytes, so at most 4 tokens."""
+_UNFINISHED = "\ufffd"  # the character that a tokenizer writes in place of bytes that are no whole character
+_CONTEXT = 8  # tokens that are decoded together: a character of UTF-8 has at most 4 bytes, so at most 4 tokens
 
 
 class _Detokenizer:
@@ -376,8 +374,7 @@ def answer_prompt(
     return Continuation("".join(pieces), tuple(tokens), end, first - start, decode_seconds)
 
 
-_PROMPT_TOKENS = 16
-"""Tokens of the data that a sample continues, where no prompt is given."""
+_PROMPT_TOKENS = 16  # tokens of the data that a sample continues, where no prompt is given
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ _ARCHITECTURES = {
 """Family → llama.cpp's architecture."""
 _TURNS_NEIGHBOURS = ("llama", "smollm3")
 """Architectures in which rotary positions turn dimensions 2i and 2i + 1 of a head, in place of i and i + d/2."""
-_NEEDS_HEAD = ("gptneox", "olmo2", "olmoe")
-"""Architectures without a tied output head: the embedding is written twice."""
+_NEEDS_HEAD = ("gptneox", "olmo2", "olmoe")  # architectures without a tied output head: the embedding is written twice
 _Change: TypeAlias = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 _IN_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
 """Matrices that llama.cpp computes with in float32 alone; so it does with all vectors."""

@@ -30,8 +30,7 @@ from shardwise_use.generation import GenerativeModel, TokenSampler, generate_tok
 
 _Result = TypeVar("_Result")
 _NO_REQUESTS: Sequence[Any] = ()
-_SEED = 1234
-"""Seed of the tokens that a task wants to be drawn, with the request's number: a task may repeat a request."""
+_SEED = 1234  # seed of the tokens that a task wants to be drawn, with the request's number: a task may repeat a request
 
 
 @dataclass(frozen=True)

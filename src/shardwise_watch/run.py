@@ -36,20 +36,13 @@ State = Literal["starting", "running", "silent", "finished", "stopped", "failed"
 STATES: tuple[State, ...] = get_args(State)
 
 _ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
-_SILENT_RECORDS = 3
-"""Records that may fail to come with a large `log.every`, before a run is silent."""
-_SILENT_AT_THE_START = 600.0
-"""Seconds before the first step: a run that starts may compile graphs, or prepare data."""
-_RECENT_STEPS = 20
-"""Recorded steps over which the pace of a run is taken."""
-_RESTARTS_BYTES = 1 << 20
-"""Bytes of restarts.jsonl that are read: thousands of starts."""
-_LAST_SECOND = 1e11
-"""In the year 5138: a later time is none."""
-_RANK_BYTES = 1 << 15
-"""Bytes of a rank's file that are read: much more than its last twenty lines have."""
-_START_SECONDS = 600.0
-"""Seconds after the run's "start" event within which each rank records its own."""
+_SILENT_RECORDS = 3  # records that may fail to come with a large `log.every`, before a run is silent
+_SILENT_AT_THE_START = 600.0  # seconds before the first step: a run that starts may compile graphs, or prepare data
+_RECENT_STEPS = 20  # recorded steps over which the pace of a run is taken
+_RESTARTS_BYTES = 1 << 20  # bytes of restarts.jsonl that are read: thousands of starts
+_LAST_SECOND = 1e11  # in the year 5138: a later time is none
+_RANK_BYTES = 1 << 15  # bytes of a rank's file that are read: much more than its last twenty lines have
+_START_SECONDS = 600.0  # seconds after the run's "start" event within which each rank records its own
 
 
 class _WholeFile(NamedTuple):

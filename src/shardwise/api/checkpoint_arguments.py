@@ -33,8 +33,7 @@ from shardwise.train.rank_agreement import require_equal
 _world_meshes: list[Mesh] = []
 """The mesh of the world of the last call without `mesh=`: at most one. Only `mesh_of` reads it."""
 _SHOWN = 4
-_MOST_STEPS = 10**18
-"""No checkpoint is found again whose name has more digits."""
+_MOST_STEPS = 10**18  # no checkpoint is found again whose name has more digits
 
 
 def mesh_of(mesh: Mesh | None) -> Mesh:

@@ -38,8 +38,7 @@ from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_co
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.manifest import Manifest
 
-_NEAREST = 4
-"""Steps with a checkpoint that a message names, if there are more."""
+_NEAREST = 4  # steps with a checkpoint that a message names, if there are more
 _CHANGEABLE = ("data.mixture", "data.stages")
 """Keys that a run may not change, and a branch may: what was read before its step must stay."""
 

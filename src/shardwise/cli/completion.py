@@ -14,8 +14,7 @@ from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.recipe_files import recipe_names
 
 SHELLS = ("bash", "zsh", "fish")
-_FOLDERS = ("DIR", "RUN", "A", "B")
-"""Names of arguments that are folders, or mostly so."""
+_FOLDERS = ("DIR", "RUN", "A", "B")  # names of arguments that are folders, or mostly so
 
 
 _BASH = """

@@ -21,10 +21,8 @@ from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = [name for group in COMMAND_GROUPS.values() for name in group]
 _HELP = ("-h", "--help")
-_INTERNAL = ("supervise", "converse")
-"""Commands that only a job's script or another command calls."""
-_JOINING = (["train"], ["evaluate"], ["generate"])
-"""Commands whose ranks srun or mpirun can start."""
+_INTERNAL = ("supervise", "converse")  # commands that only a job's script or another command calls
+_JOINING = (["train"], ["evaluate"], ["generate"])  # commands whose ranks srun or mpirun can start
 
 
 class _Parser(argparse.ArgumentParser):

@@ -32,8 +32,7 @@ from shardwise.verify.miniature import miniature_at_cell
 from shardwise.verify.recorded_choices import Recorded, RecordedChoices, train_with_choices
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 
-_SAMPLES = 256
-"""Samples of the random text; longer trainings read them again."""
+_SAMPLES = 256  # samples of the random text; longer trainings read them again
 _PROGRESS_KEYS = ("samples", "position", "tokens")
 """Keys of a manifest, and attributes of a training's progress, that say how far it is."""
 _REFERENCE_FILE = "reference.pt"

@@ -18,11 +18,9 @@ from shardwise.launch.local import EndedError, LaunchError, agent_ahead
 from shardwise.verify.machine_checks import Check
 from shardwise.verify.rank_calls import call_on_ranks
 
-_TIMEOUT = 60.0
-"""Seconds after which a rank gives up that waits for the other one."""
+_TIMEOUT = 60.0  # seconds after which a rank gives up that waits for the other one
 _RANKS = 2
-_ELEMENTS = 2**20
-"""Elements of the tensor: 4 MiB of float32."""
+_ELEMENTS = 2**20  # elements of the tensor: 4 MiB of float32
 _FIX = (
     "if the ranks cannot connect, name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the "
     "firewall pass local connections; NCCL_DEBUG=INFO says more"

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
 _LITTLE_DISK = 2 * 2**30
 _LITTLE_MEMORY = 2**30
-_LITTLE_SHARED = 64 * 2**20
-"""Docker's default for /dev/shm, in which NCCL's buffers of a few ranks do not fit."""
-_FEW_FILES = 4096
-"""gloo keeps two sockets for each pair of ranks in each group."""
+_LITTLE_SHARED = 64 * 2**20  # Docker's default for /dev/shm, in which NCCL's buffers of a few ranks do not fit
+_FEW_FILES = 4096  # gloo keeps two sockets for each pair of ranks in each group
 _INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

@@ -21,12 +21,10 @@ _PARALLEL_KEYS = ("vocab_multiple", "tensor_overlap", "sequence_regather", "repl
 _LENGTH = 16
 _WINDOW = 5
 _VOCABULARY = 128
-_BUCKET_MIB = 0.1
-"""MiB of gradients in a bucket: even so small a model then has several."""
+_BUCKET_MIB = 0.1  # MiB of gradients in a bucket: even so small a model then has several
 SAMPLES_WITH_BITS = 2
 """Samples of a micro-batch in bit-equal training: products and sums over several samples are compared, too."""
-_END = 3
-"""The token that ends a document in random text."""
+_END = 3  # the token that ends a document in random text
 
 
 def miniature(

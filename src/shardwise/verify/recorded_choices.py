@@ -25,8 +25,7 @@ from shardwise.verify.tolerance import ChoiceDifferences
 
 _R = TypeVar("_R")
 
-_Token = tuple[tuple[str, int], int]
-"""A recorded sequence, and a place in it."""
+_Token = tuple[tuple[str, int], int]  # a recorded sequence, and a place in it
 Recorded = Mapping[tuple[str, int], Tensor]
 """Experts `[S, k]` of the tokens of each sequence, by the canonical name of the router and the sample's number."""
 

@@ -26,18 +26,13 @@ from shardwise_plan.proposals import Objective, objective_value, recommended_pla
 from shardwise_plan.search import Search, search_layouts
 
 _SECONDS_OF = {"minute": 60, "hour": 3600, "day": 86_400, "week": 7 * 86_400}
-_MOST_PLANS = 30
-"""Layouts of the list before those that differ in details are left out."""
-_MOST_TIGHT = 100
-"""Layouts that are looked at until one leaves memory free."""
+_MOST_PLANS = 30  # layouts of the list before those that differ in details are left out
+_MOST_TIGHT = 100  # layouts that are looked at until one leaves memory free
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
 """Numbers of nodes that are tried first: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
-_EXACT_NODES = 32
-"""Nodes up to which every number between two of these is tried, and beyond in steps of a sixteenth."""
-_MOST_MORE = 4
-"""With an objective other than time, up to so many times the fewest nodes are tried."""
-_FARTHEST_ADVICE = 64
-"""Up to so many times the given nodes are tried to advise a larger cluster."""
+_EXACT_NODES = 32  # nodes up to which every number between two of these is tried, and beyond in steps of a sixteenth
+_MOST_MORE = 4  # with an objective other than time, up to so many times the fewest nodes are tried
+_FARTHEST_ADVICE = 64  # up to so many times the given nodes are tried to advise a larger cluster
 
 
 @dataclass(frozen=True)

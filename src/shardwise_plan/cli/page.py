@@ -22,16 +22,11 @@ from shardwise_watch.report import chart
 from shardwise_watch.report.page import page_environment
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
-_MOST_ACTIONS = 12_000
-"""Largest number of passes that a timeline shows, from the beginning of the step."""
-_LEAST_PART = 0.001
-"""Share from which on a part is shown."""
-_LARGEST_DOT = 8.5
-"""Radius of the dot of the dearest layout, in pixels."""
-_CHART_COLUMNS = 60
-"""Characters of a line below a chart."""
-_MOST_TIMES = 5
-"""Numbers of nodes are drawn that take less than so many times the time of the answer."""
+_MOST_ACTIONS = 12_000  # largest number of passes that a timeline shows, from the beginning of the step
+_LEAST_PART = 0.001  # share from which on a part is shown
+_LARGEST_DOT = 8.5  # radius of the dot of the dearest layout, in pixels
+_CHART_COLUMNS = 60  # characters of a line below a chart
+_MOST_TIMES = 5  # numbers of nodes are drawn that take less than so many times the time of the answer
 _GIB = 2**30
 _UNITS = ((86_400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
 _WIDTH = 1000

@@ -38,8 +38,7 @@ from shardwise_plan.device_specs import MOST_FAILURES, shipped_device_text
 from shardwise_plan.plan import Plan, distinct_plans
 from shardwise_plan.proposals import OBJECTIVES, recommended_plan
 
-_MOST_ROWS = 10
-"""Rows of the list without `--all`."""
+_MOST_ROWS = 10  # rows of the list without `--all`
 _SEARCHED = ("device", "nodes", "objective", "price", "budget", "failures", "restart")
 """Options that say what is searched; `--tokens` is a key."""
 _OPTIONS = (
@@ -309,8 +308,7 @@ def _command(arguments: argparse.Namespace) -> str:
 
 
 _COLOURS = {"forward": "#4477aa", "backward": "#66ccaa", "input": "#ccbb44", "weight": "#ee8866"}
-_MOST_BARS = 20_000
-"""Largest number of actions that a picture shows: each is an object of matplotlib."""
+_MOST_BARS = 20_000  # largest number of actions that a picture shows: each is an object of matplotlib
 
 
 def _draw(plans: Sequence[Plan], path: Path) -> None:

@@ -13,10 +13,8 @@ from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.goodput import best_checkpoint_interval
 from shardwise_plan.plan import Plan
 
-_COLUMNS = 80
-"""Columns that a plan is printed in, also into a file."""
-_LEAST_WHOLE_COST = 100
-"""Price from which on hundredths are not shown."""
+_COLUMNS = 80  # columns that a plan is printed in, also into a file
+_LEAST_WHOLE_COST = 100  # price from which on hundredths are not shown
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
 _PUBLISHED_ERROR = 0.14
 """Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""

@@ -55,8 +55,7 @@ _OPTIONS = {
     "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
     "ignore": ("--ignore", (_HUB, _NEURONX, _TITAN)),
 }
-_RECIPE = "imported.yaml"
-"""The file in a run's folder with the keys by which the run goes on as it began elsewhere."""
+_RECIPE = "imported.yaml"  # the file in a run's folder with the keys by which the run goes on as it began elsewhere
 
 _KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "model.ignore": "--ignore"}
 """Keys that messages name → what the command has instead."""

@@ -45,12 +45,10 @@ LAYOUT_KEYS = (*DIVIDING_KEYS, "parallel.stages")
 _CONFIG = "config.json"
 _OTHER_FIELDS = ("torch_dtype", "bos_token_id", "eos_token_id")
 """Fields that `config.json` of a user's own model has beside its `model` section."""
-_SOURCE_KEYS = ("config", "streaming", "shuffle_buffer")
-"""Keys that describe the run's own data, and no other data."""
+_SOURCE_KEYS = ("config", "streaming", "shuffle_buffer")  # keys that describe the run's own data, and no other data
 _RUN_KEYS = {"train": ("sequence_length", "micro_batch", "seed"), "precision": ("mode",)}
 """Keys of a run that its evaluation takes over."""
-_LONGEST_SEQUENCE = 1024
-"""Length of the sequences at most, where neither the user nor the run says one."""
+_LONGEST_SEQUENCE = 1024  # length of the sequences at most, where neither the user nor the run says one
 _MICRO_BATCH = 4
 
 

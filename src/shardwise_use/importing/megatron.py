@@ -49,8 +49,7 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _VERSIONS = (0, 1, 2, 3)
-_MOST_RANKS = 2**20
-"""More ranks than any machine has: a wrong degree must not make a list of all of them."""
+_MOST_RANKS = 2**20  # more ranks than any machine has: a wrong degree must not make a list of all of them
 _SHOWN = 8
 
 

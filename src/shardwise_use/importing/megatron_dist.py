@@ -51,8 +51,7 @@ _BUCKET = re.compile(
 _HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
 _COMPARED = 2**22
-_ALIGNMENT = 64
-"""Elements: each parameter in a bucket begins at a multiple of them."""
+_ALIGNMENT = 64  # elements: each parameter in a bucket begins at a multiple of them
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
 _ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2")

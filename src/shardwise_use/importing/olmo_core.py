@@ -42,8 +42,7 @@ _MODEL_TYPES = {
     ("reordered_norm", "whole", False): "olmo2", ("reordered_norm", "whole", True): "olmo3",
 }  # fmt: skip
 """Name of the blocks, norms of queries and keys, and if there are windows → the model in Hugging Face's word."""
-_RMS = ("rms", "qwen_rms", "nemotron_rms", "fused_rms", "cute_rms")
-"""Norms that differ in rounding alone."""
+_RMS = ("rms", "qwen_rms", "nemotron_rms", "fused_rms", "cute_rms")  # norms that differ in rounding alone
 _BLOCK: Mapping[str, tuple[Any, ...]] = {
     "name": ("default", "reordered_norm"), "dropout": (None, 0.0), "feed_forward_moe": (None,),
     "attention_residual_alpha": (None, 1.0), "feed_forward_residual_alpha": (None, 1.0),

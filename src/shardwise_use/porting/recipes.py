@@ -23,10 +23,8 @@ from shardwise_use.porting.python_configs import UnknownPythonValue, python_sett
 from shardwise_use.porting.shell_scripts import script_commands
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_FILE = "job.config_file"
-"""The option of torchtitan before 0.3 that names the TOML with the settings."""
-_OPTIONS = ("--run-dir", "--nproc")
-"""Options of `shardwise train` that settings of other programs give."""
+_FILE = "job.config_file"  # the option of torchtitan before 0.3 that names the TOML with the settings
+_OPTIONS = ("--run-dir", "--nproc")  # options of `shardwise train` that settings of other programs give
 
 
 class _Translation(NamedTuple):

@@ -45,8 +45,7 @@ _OF_BASH = frozenset(
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")
 }
-_PASSES = 8
-"""The number of passes that fill in variables inside of the values of variables."""
+_PASSES = 8  # the number of passes that fill in variables inside of the values of variables
 
 
 def script_commands(

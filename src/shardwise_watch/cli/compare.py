@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
 
 _TOLERANCE = 0.01
-_ROUNDING = 1e-5
-"""Greatest relative difference of the losses of two layouts in float32, before training amplifies it."""
-_JUMP = 1e-3
-"""Difference at the first step beyond `_ROUNDING` from which on it is no rounding that has grown."""
+_ROUNDING = 1e-5  # greatest relative difference of the losses of two layouts in float32, before training amplifies it
+_JUMP = 1e-3  # difference at the first step beyond `_ROUNDING` from which on it is no rounding that has grown
 _LEAST_AGREEING = 3
 """Steps at the beginning that must agree, so that a growth can be told from a difference that was always there."""
 _FORMATS = (".png", ".svg")

@@ -23,10 +23,8 @@ from shardwise_watch.curve_points import require_distinct_runs
 from shardwise_watch.report.numbers import compare_runs, report_numbers
 from shardwise_watch.run import branches_of, open_run
 
-_LONGEST_NAME = 150
-"""Characters of the names of runs in the name of a report; a file's name has 255 at most."""
-_MOST_BRANCHES = 7
-"""Branches that are laid over their trunk; the page has colours for as many."""
+_LONGEST_NAME = 150  # characters of the names of runs in the name of a report; a file's name has 255 at most
+_MOST_BRANCHES = 7  # branches that are laid over their trunk; the page has colours for as many
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -21,19 +21,14 @@ RIGHT = 10
 TOP = 10
 BOTTOM = 26
 _TICK_STEPS = (1, 2, 2.5, 5, 10)
-_FEW_COLUMNS = 40
-"""A curve with fewer columns shows all its values."""
-_DIGITS = 5
-"""Digits of a number in the page: a difference of a thousandth of a chart's height is seen in none."""
-_DIGITS_OF_ENDS = 4
-"""Digits of the least and the largest value of a column, which are two thirds of the page's numbers."""
+_FEW_COLUMNS = 40  # a curve with fewer columns shows all its values
+_DIGITS = 5  # digits of a number in the page: a difference of a thousandth of a chart's height is seen in none
+_DIGITS_OF_ENDS = 4  # digits of the least and the largest value of a column, which are two thirds of the page's numbers
 _COLOURS = 8
 """Colours of curves in the page; the ninth curve has the first one again, and is dashed, the seventeenth dotted."""
 _LINES = 3
-_FEW_CURVES = 4
-"""The bands of more curves are paler, since they lie upon each other."""
-_LABEL_HEIGHTS = 3
-"""Heights at which the labels of marks are written in turn."""
+_FEW_CURVES = 4  # the bands of more curves are paler, since they lie upon each other
+_LABEL_HEIGHTS = 3  # heights at which the labels of marks are written in turn
 _UNITS = ((1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e5, 1e3, " k"))
 """Least of the largest number of an axis, the unit, and its name."""
 

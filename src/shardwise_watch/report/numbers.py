@@ -34,8 +34,7 @@ from shardwise_watch.step_metrics import (
 )
 
 SCHEMA = 1
-_COLUMNS = 120
-"""Columns of a curve: about three pixels of the page's charts each."""
+_COLUMNS = 120  # columns of a curve: about three pixels of the page's charts each
 _MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
 """Number of events of a kind that are listed, the last ones; starts and ends tell the story of the run."""
 _MOST_OTHER_EVENTS = 120
@@ -48,8 +47,7 @@ _RECORDED = ("tokens", "tokens_per_second", "peak_tokens_per_second", "tokens_pe
 
 _MARKS = re.compile(r"\s*(?:</?s>|<[be]os>|<pad>|<\|\w+\|>|<end_of_turn>|\[(?:SEP|CLS|PAD)\])\s*")
 """Marks of tokenizers for the beginning and the end of a text."""
-_FEW_PERCENT = 0.5
-"""Percent of the time below which a loss of it is not written as a number."""
+_FEW_PERCENT = 0.5  # percent of the time below which a loss of it is not written as a number
 
 
 def report_numbers(run: RunView, price: Price | None = None) -> dict[str, Any]:
@@ -213,8 +211,7 @@ def curve_columns(steps: Sequence[float], values: Sequence[float], count: int = 
     return [column for column in all_columns if column is not None]
 
 
-_Points = dict[str, dict[int, float]]
-"""Value at each step of each name; of a step that was done again, the last one."""
+_Points = dict[str, dict[int, float]]  # value at each step of each name; of a step that was done again, the last one
 
 
 def _set_losses(run: RunView) -> _Points:

@@ -31,8 +31,7 @@ _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MOST_NOTES = 3
 _MOST_STARTS = 30
-_MOST_LABELLED = 128
-"""Largest number of ranks in which each has its number in the picture."""
+_MOST_LABELLED = 128  # largest number of ranks in which each has its number in the picture
 _MOST_LISTED = 32
 _HEAT = (1.1, 1.2, 1.3, 1.4)
 """Limits of a rank's work, relative to the best rank of its stage, from which on it is redder."""

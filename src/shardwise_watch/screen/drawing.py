@@ -238,8 +238,7 @@ def seconds(value: object) -> str:
     return units.duration(value) if _is_finite(value) else "–"
 
 
-_MARK_DISTANCE = 8
-"""Cells between two evaluations, at least on average."""
+_MARK_DISTANCE = 8  # cells between two evaluations, at least on average
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of each dot of a braille character, by column and row."""
 

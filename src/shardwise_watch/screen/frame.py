@@ -24,8 +24,7 @@ Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""
 SPANS: tuple[Span, ...] = ("whole", "tenth", "hundredth")
 _PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
-_LOG_BYTES = 1 << 15
-"""Bytes of a log that are read, from its end."""
+_LOG_BYTES = 1 << 15  # bytes of a log that are read, from its end
 _RUN_FACTS = (
     "path", "name", "state", "restart", "reason", "failure", "heard", "step", "steps", "step_seconds",
     "eta_seconds", "last", "start", "config",

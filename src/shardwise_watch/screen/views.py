@@ -40,8 +40,7 @@ _EXPLANATIONS = (
     "A column of a curve reaches from the least to the largest value of its steps, so that no spike is lost; ◆ is an "
     "evaluation. The steep beginning is cut off where it would hide the rest.",
 )
-_SLOW = 1.15
-"""Work over that of the best rank, from which on a rank is named."""
+_SLOW = 1.15  # work over that of the best rank, from which on a rank is named
 
 
 def schedule_view(frame: Frame, width: int, height: int) -> list[Text]:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 _FACTS = ("samples", "position", "tokens", "created", "versions", "layout", "optimizer", "data", "schedule", "rng")
 """Fields of a manifest that are shown as they are."""
-_TABLES = ("files", "tensors", "model")
-"""Facts that are no row of their own."""
+_TABLES = ("files", "tensors", "model")  # facts that are no row of their own
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
