@@ -48,32 +48,25 @@ _TRAINS_TOKENIZER = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
-    parser.add_argument("--nodes", metavar="N", help="number of machines, or a range such as 2-4 (launch.nodes)")
-    parser.add_argument(
-        "--device", metavar="DEVICE[:N]", help="the nodes' devices: the step's time and memory are predicted for them"
-    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    add("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
+    add("--nodes", metavar="N", help="number of machines, or a range such as 2-4 (launch.nodes)")
+    add("--device", metavar="DEVICE[:N]", help="the nodes' devices: the step's time and memory are predicted for them")
     for key in _KEYS:
-        parser.add_argument(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
-    parser.add_argument(
-        "--run-dir", metavar="DIR", type=run_folder, help="the run's folder, on a file system of all nodes"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print all, and submit nothing")
-    parser.add_argument(
-        "--write-only", action="store_true", help="write the run's folder with recipe and script, and submit nothing"
-    )
-    parser.add_argument("-y", "--yes", action="store_true", help="submit without asking")
-    parser.add_argument("--detach", action="store_true", help="do not follow the log")
-    parser.add_argument(
-        "--precompile", action="store_true", help="first submit a job of one node that compiles all graphs"
-    )
-    parser.add_argument(
+        add(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
+    add("--run-dir", metavar="DIR", type=run_folder, help="the run's folder, on a file system of all nodes")
+    add("--dry-run", action="store_true", help="print all, and submit nothing")
+    add("--write-only", action="store_true", help="write the run's folder with recipe and script, and submit nothing")
+    add("-y", "--yes", action="store_true", help="submit without asking")
+    add("--detach", action="store_true", help="do not follow the log")
+    add("--precompile", action="store_true", help="first submit a job of one node that compiles all graphs")
+    add(
         "--rehearse-preemption",
         action="store_true",
         help="interrupt the job after its first steps as a preemption does, show that it resumes, and end it",
     )
-    parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
+    add("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
     add_json(parser, " of the job, ask nothing and follow no log")
 
 

@@ -62,11 +62,10 @@ _KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "mode
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
-    parser.add_argument(
-        "dest", metavar="DEST", help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
+    add("dest", metavar="DEST", help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL")
+    add(
         "--from",
         dest="kind",
         metavar="FORMAT",
@@ -74,29 +73,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=_HUB,
         help=f"{_HUB} (default), {_MEGATRON}, {_NEMO}, {_NEURONX}, {_TITAN} or {_OLMO}",
     )
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    add("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     config_help = f"{_NEURONX}, {_TITAN}: the model's Hugging Face config.json, or its folder"
-    parser.add_argument("--config", metavar="PATH", type=Path, help=config_help)
+    add("--config", metavar="PATH", type=Path, help=config_help)
     vocab_size_help = (
         f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or --tokenizer)"
     )
-    parser.add_argument("--vocab-size", metavar="N", type=count, help=vocab_size_help)
+    add("--vocab-size", metavar="N", type=count, help=vocab_size_help)
     tokenizer_help = "shards: the model's tokenizer, which is copied too; a path or hub id, as for data.tokenizer"
-    parser.add_argument("--tokenizer", metavar="PATH", help=tokenizer_help)
+    add("--tokenizer", metavar="PATH", help=tokenizer_help)
     allow_drift_help = (
         "shards: if replicas differ, as they can with stochastic rounding, take the first one (default: refused)"
     )
-    parser.add_argument("--allow-drift", action="store_true", default=None, help=allow_drift_help)
+    add("--allow-drift", action="store_true", default=None, help=allow_drift_help)
     ignore_help = "fields of config.json to leave out, because they do not change what the model computes"
-    parser.add_argument("--ignore", metavar="NAME,…", help=ignore_help)
-    parser.add_argument(
-        "--weights-only", action="store_true", help="leave out the step and the optimizer's state that SOURCE has"
-    )
+    add("--ignore", metavar="NAME,…", help=ignore_help)
+    add("--weights-only", action="store_true", help="leave out the step and the optimizer's state that SOURCE has")
     samples_help = "samples that SOURCE was trained on, after which the data go on (default: as SOURCE says)"
-    parser.add_argument("--samples", metavar="N", type=_from_0, help=samples_help)
-    parser.add_argument(
-        "--tokens", metavar="N", type=_from_0, help="tokens that SOURCE was trained on (default: as SOURCE says)"
-    )
+    add("--samples", metavar="N", type=_from_0, help=samples_help)
+    add("--tokens", metavar="N", type=_from_0, help="tokens that SOURCE was trained on (default: as SOURCE says)")
     add_max_shard_size(parser)
     add_json(parser)
 

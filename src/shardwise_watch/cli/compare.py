@@ -47,33 +47,22 @@ _GREY = "#77797d"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
-    parser.add_argument("b", metavar="B", type=Path, help="a run's folder or a file that A is compared with")
-    parser.add_argument(
-        "others", metavar="C", type=Path, nargs="*", default=[], help="further ones that A is compared with"
-    )
-    parser.add_argument(
-        "--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})"
-    )
-    parser.add_argument(
-        "--loss", metavar="NAME", help="the column, key or scalar of B and C with the loss (default: a usual name)"
-    )
-    parser.add_argument(
-        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B and C: 1 if they count them from 0"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
+    add("b", metavar="B", type=Path, help="a run's folder or a file that A is compared with")
+    add("others", metavar="C", type=Path, nargs="*", default=[], help="further ones that A is compared with")
+    add("--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})")
+    add("--loss", metavar="NAME", help="the column, key or scalar of B and C with the loss (default: a usual name)")
+    add("--shift", metavar="N", type=int, default=0, help="add N to the steps of B and C: 1 if they count them from 0")
+    add(
         "--bits", action="store_true", help="allow no difference in any bit, of losses, gradient norms and state hashes"
     )
-    parser.add_argument(
-        "--x", metavar="AXIS", default="step", help="compare by step, by tokens or by time of training (default: step)"
-    )
-    parser.add_argument(
-        "--smooth", metavar="S", type=float, default=0.0, help="smooth the losses, from 0 to below 1 (default: 0)"
-    )
-    parser.add_argument("--log", metavar="AXES", help="axes that are logarithmic in the pictures: x, y or xy")
-    parser.add_argument("--draw", action="store_true", help="draw the curves, and their differences, in the terminal")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the curves and their differences (.png, .svg)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--x", metavar="AXIS", default="step", help="compare by step, by tokens or by time of training (default: step)")
+    add("--smooth", metavar="S", type=float, default=0.0, help="smooth the losses, from 0 to below 1 (default: 0)")
+    add("--log", metavar="AXES", help="axes that are logarithmic in the pictures: x, y or xy")
+    add("--draw", action="store_true", help="draw the curves, and their differences, in the terminal")
+    add("--plot", metavar="FILE", type=Path, help="draw the curves and their differences (.png, .svg)")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
