@@ -43,8 +43,7 @@ class JobState:
 def job_states(runs: Path, timeout: float = slurm_commands.TIMEOUT) -> list[JobState]:
     """Return the user's jobs that wait or run, and those of the runs in a folder that have ended, newest last.
 
-    Raises:
-        RunError: SLURM does not answer a question within `timeout` seconds.
+    RunError: SLURM does not answer a question within `timeout` seconds.
     """
     present = {job.id: job for job in slurm_commands.jobs(timeout=timeout) if job.run is not None}
     run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]

@@ -228,8 +228,7 @@ def in_one_line(name: str, text: str) -> str:
 def operand(name: str, text: str) -> str:
     """Return a text that a program of a job's script cannot take for an option.
 
-    Raises:
-        ConfigError: the text is empty, begins with a hyphen, or has spaces or control characters.
+    ConfigError: the text is empty, begins with a hyphen, or has spaces or control characters.
     """
     if not text or text.startswith("-") or any(c.isspace() for c in in_one_line(name, text)):
         raise ConfigError(f"{name} ({text!r}) must be one word that does not begin with a hyphen")

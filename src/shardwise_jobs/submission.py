@@ -74,8 +74,7 @@ def check_node_counts(
 ) -> tuple[Layout, list[str]]:
     """Check the numbers of nodes of a job before it is submitted; returns the layout on the most nodes, and notes.
 
-    Raises:
-        ConfigError: the layout fills no number of the nodes, or none up to the fewest.
+    ConfigError: the layout fills no number of the nodes, or none up to the fewest.
     """
     fewest, most = nodes
     refused: dict[int, ConfigError] = {}
@@ -245,8 +244,7 @@ def _cluster_notes() -> list[str]:
 def ssh_command(host: str, arguments: Sequence[str], directory: Path) -> list[str]:
     """Return the command that submits from another machine: the same one there, in the same folder.
 
-    Raises:
-        ConfigError: the host, or the user before its `@`, would be an option of ssh.
+    ConfigError: the host, or the user before its `@`, would be an option of ssh.
     """
     for part in host.split("@"):
         operand("--ssh", part)

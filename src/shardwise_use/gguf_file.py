@@ -87,8 +87,7 @@ class GGUFExport:
     def write(self, path: Path) -> tuple[str, ...]:
         """Write the file, which appears complete or not at all; returns sentences for the user about it.
 
-        Raises:
-            ConfigError: it exists. RunError: out of space, or the like. What reading the weights raises.
+        ConfigError: it exists. RunError: out of space, or the like. What reading the weights raises.
         """
         if path.exists():
             raise ConfigError(f"{path} exists already: choose another name, or remove it")

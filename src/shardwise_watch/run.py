@@ -402,8 +402,7 @@ class RunView:
 def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     """Open the run in a folder to watch it; without a `path` the newest one of `runs`.
 
-    Raises:
-        ConfigError: the folder holds no run, it cannot be read, or a newer shardwise wrote it.
+    ConfigError: the folder holds no run, it cannot be read, or a newer shardwise wrote it.
     """
     chosen = path or RUNS / "latest"
     if RunDirectory(chosen).holds_run:
@@ -421,8 +420,7 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
 def run_folders(root: Path = RUNS) -> list[Path]:
     """Return the folders of the runs to watch in a folder, in the order of their names; unreadable ones are among them.
 
-    Raises:
-        ConfigError: `root` cannot be read.
+    ConfigError: `root` cannot be read.
     """
     try:
         paths = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
@@ -461,8 +459,7 @@ class UnreadableRun:
 def runs_at(folder: str) -> list[RunView | UnreadableRun]:
     """Read the runs in a folder to list them, the one that wrote last first; of a run's own folder, that run.
 
-    Raises:
-        ConfigError: the folder cannot be read, or there is none; the default one may be missing.
+    ConfigError: the folder cannot be read, or there is none; the default one may be missing.
     """
     root = Path(folder)
     if root != RUNS and not root.is_dir():
@@ -481,8 +478,7 @@ def _run_at(path: Path) -> RunView | UnreadableRun:
 def branches_of(run: RunView) -> list[RunView]:
     """Read the branches of a watched run whose folders lie beside its own, in the order of their first steps.
 
-    Raises:
-        ConfigError: one of them cannot be read.
+    ConfigError: one of them cannot be read.
     """
     branches = []
     for path in run_folders(run.path.resolve().parent):

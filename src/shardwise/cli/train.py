@@ -25,7 +25,6 @@ from shardwise.base.registered import imported, provided
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
-from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import (
     Config,
     Layout,
@@ -40,6 +39,7 @@ from shardwise.config import (
     require_data,
     size_stages_of,
 )
+from shardwise.config.recipe_files import is_model_recipe
 from shardwise.launch import rank_output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory, run_folder
@@ -195,8 +195,7 @@ def check_user_code(config: Config) -> None:
 def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
     """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too.
 
-    Raises:
-        ConfigError: with all problems of ranks, batch, layout, code, data, tokenizer and weights.
+    ConfigError: with all problems of ranks, batch, layout, code, data, tokenizer and weights.
     """
     run_path: Path | None = arguments.run_dir
     problems = Problems()
@@ -451,6 +450,21 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     if kept is None:
         return config.with_batch_for(world)
     return config.with_batch(kept)
+
+
+def load_recipe(recipe: str, overrides: list[str]) -> Config:
+    """The configuration of a command's recipe; of a model, with a line for the user on what is taken of it.
+
+    A rank opens a hub id from the cache, which the process that launched it has filled.
+    """
+    launched = is_launched()
+    config = load_config(recipe, overrides, cached=launched)
+    place = joined()
+    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
+        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
+
+        output.progress(model_recipe_remark(recipe, config))
+    return config
 
 
 def _config(arguments: argparse.Namespace) -> Config:

@@ -30,7 +30,7 @@ from shardwise.base.progress import progress
 from shardwise.base.registered import imported
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
-from shardwise.cli.recipe_argument import load_recipe
+from shardwise.cli.train import load_recipe
 from shardwise.config import BITWISE, Config, ModelConfig, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError, agent_ahead

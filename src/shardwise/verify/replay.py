@@ -40,8 +40,7 @@ def choose_stretch(
 ) -> ReplayedStretch:
     """The stretch between two steps; by default from the newest checkpoint with later records to the last record.
 
-    Raises:
-        ConfigError: the run has no checkpoint of `first`, or no record of a step between the two.
+    ConfigError: the run has no checkpoint of `first`, or no record of a step between the two.
     """
     records = StateRecords.of(run)
     losses = records.losses
@@ -99,8 +98,7 @@ def replay_stretch(
 ) -> StateRecords:
     """Train the steps of a stretch, with `config`, in `folder`; returns what was recorded.
 
-    Raises:
-        ConfigError, RunError: the replay was refused or failed; the text says why.
+    ConfigError, RunError: the replay was refused or failed; the text says why.
     """
     target = RunDirectory(folder / "replay")
     target.path.mkdir()

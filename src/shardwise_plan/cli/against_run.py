@@ -108,10 +108,8 @@ def _predicted(run: RunView, config: Config, cluster: device_specs.Cluster) -> P
 def _measured_pairs(run: RunView, plan: Plan) -> dict[str, Any]:
     """Return the medians of the steps that a run recorded beside their prediction, each as a `Pair`.
 
-    `memory_bytes` are those of the first rank; on a CPU its measured peak is the process's.
-
-    Raises:
-        ConfigError: the run recorded too few steps.
+    `memory_bytes` are those of the first rank; on a CPU its measured peak is the process's. ConfigError: the run
+    recorded too few steps.
     """
     seconds = run.series.numbers["step_seconds"]
     total = _median(seconds)

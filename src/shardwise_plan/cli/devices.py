@@ -26,8 +26,7 @@ def parse_devices(text: str) -> list[str]:
 def parse_plan_prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
     """Parse `shardwise plan --price`: the price for an hour of each device, by the device; None where its file says it.
 
-    Raises:
-        ConfigError: these are other numbers than one, or one for each device, or have no currency.
+    ConfigError: these are other numbers than one, or one for each device, or have no currency.
     """
     if text is None:
         return dict.fromkeys(devices)
