@@ -140,7 +140,7 @@ class ArgumentError(ConfigError, TypeError):
 
 @contextmanager
 def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A context in which every ConfigError names what the user gave instead of keys of a recipe."""
+    """A context that rewrites the message of every ConfigError: what the user gave stands in place of each key."""
     try:
         yield
     except ConfigError as error:
@@ -148,7 +148,7 @@ def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """The text of a ConfigError with what the user gave in place of each key of `names`."""
+    """The message of a ConfigError, rewritten with what the user gave in place of each key of `names`."""
     return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
 
 
@@ -160,18 +160,6 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
-
-
-def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The problems, for an error, of counts by name that are no whole numbers of at least 1; numpy's are valid."""
-    # Costly for every command.
-    from numbers import Integral
-
-    return [
-        f"{name} ({value!r}) must be a whole number of at least 1"
-        for name, value in values.items()
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
-    ]
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:

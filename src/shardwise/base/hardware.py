@@ -143,7 +143,7 @@ def torch_version() -> str:
 
 
 def has_plugin() -> bool:
-    """True if an installed package adds a device to torch, which loads it by itself.
+    """True if this machine has a package installed that adds a device to torch, which loads it by itself.
 
     The files are read here since `importlib.metadata` takes a fifth of a dry run's start-up for them.
     """

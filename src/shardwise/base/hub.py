@@ -19,7 +19,6 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, nearest_name, see
-from shardwise.base.files import user_path
 from shardwise.base.progress import progress
 
 TOKENIZER = "tokenizer.json"
@@ -113,11 +112,6 @@ class HubFiles:
 def is_hub_name(name: str) -> bool:
     """True if `name` reads owner/name, as a repository on the hub does."""
     return "/" in name and HUB_ID.fullmatch(name) is not None
-
-
-def is_hub_id(load: str) -> bool:
-    """True if `checkpoint.load` reads owner/name and names no folder of this machine."""
-    return is_hub_name(load) and not user_path(load).exists()
 
 
 def can_only_be_path(name: str) -> bool:
@@ -329,5 +323,5 @@ def _refusal(error: Exception, files: HubFiles) -> str:
 
 
 def holds_tokenizer(names: Collection[str]) -> bool:
-    """True if a repository of Hugging Face's hub, or its copy, has a tokenizer among files of these names."""
+    """True if a repository on Hugging Face's hub, or its copy in the cache, has a tokenizer among these files."""
     return any(set(kind) <= set(names) for kind in TOKENIZERS)

@@ -171,7 +171,7 @@ class SourceConfig(Section):
 
 
 def names_chat(values: Mapping[str, Any]) -> bool:
-    """True if these keys of the section `data` name conversations."""
+    """True if these unchecked keys of the section `data` of a recipe name conversations."""
     is_dataset = values.get("path") is None and values.get("blend") is None
     name = values.get("dataset")
     # The values are not checked yet: a name may be of any type.

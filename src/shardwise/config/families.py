@@ -14,9 +14,9 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.base_section import MOST_LAYERS, Origin, Section, reject
-from shardwise.config.hugging_face_names import ConfigFile, WeightNames
+from shardwise.config.hugging_face_names import ConfigFile, ExpertNames, WeightNames
 from shardwise.config.rope_scaling import rope_scaling_problems, scaling_with_one_type
-from shardwise.config.routing import ExpertNames, Routing
+from shardwise.config.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]

@@ -12,8 +12,8 @@ from pydantic import Field
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.decoders import SIZES_OF_LLAMA, DecoderConfig
 from shardwise.config.families import AttentionBias, Longest, NormedWidth, RotaryBase
-from shardwise.config.hugging_face_names import ConfigFile, WeightNames
-from shardwise.config.routing import ExpertNames, Routing
+from shardwise.config.hugging_face_names import ConfigFile, ExpertNames, WeightNames
+from shardwise.config.routing import Routing
 
 _Experts: TypeAlias = Annotated[int, Field(gt=0, description="experts of a block")]
 _PerToken: TypeAlias = Annotated[int, Field(gt=0, description="experts that the router chooses for a token")]

@@ -109,7 +109,7 @@ def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[
 
 
 def config_token_ids(config_file: Root) -> dict[str, Any]:
-    """The special tokens' ids in a `config.json` beside weights, by field; a copy without one has the same default."""
+    """The special tokens' ids in the `config.json` of a model's folder, by field; a copy without one has the same."""
     fields = json_object(config_file.read(), str(config_file))
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 
@@ -193,7 +193,7 @@ def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
 
 
 def model_beside_weights(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
-    """The model of stored weights, by the `config.json` beside them; `ignore`: fields without effect, as users say.
+    """The model of a folder's weights, by the `config.json` beside them; `ignore`: fields without effect, as users say.
 
     Raises:
         ConfigError: the model is not supported, or the file cannot be read: every problem.

@@ -131,7 +131,7 @@ def list_checkpoints(root: Root) -> Iterator[StepFolder]:
 
 
 def summarize_checkpoints(root: Root) -> list[StepFolder]:
-    """The checkpoints in a folder, newest first. No manifest is read, so damage is not found.
+    """A `StepFolder` for each checkpoint in a folder, newest first. No manifest is read, so damage is not found.
 
     A save that lacks only its name is among them where its step has no complete checkpoint; it gets its name by
     `put_checkpoint_in_place` before it is used.

@@ -68,7 +68,7 @@ _Result = TypeVar("_Result")
 
 
 class StoreError(RunError):
-    """Checkpoint storage cannot be read or written.
+    """The disk or the object store of checkpoints cannot be read or written.
 
     Attributes:
         missing: there is nothing of that name.

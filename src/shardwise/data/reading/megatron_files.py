@@ -334,7 +334,7 @@ def megatron_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ChangedFilesError(DataError):
-    """Data files have changed since they were read or written."""
+    """The text or the Megatron files of a preparation have changed since it began."""
 
 
 class UnfinishedIndex:

@@ -254,7 +254,7 @@ def concatenated_ranges(starts: IntArray, sizes: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """The weights of a mixture's sources from a sample of the run on, which `step` steps are before."""
+    """A stage of the order of samples: the weights of its sources from a sample on, which `step` steps are before."""
 
     step: int
     sample: int
