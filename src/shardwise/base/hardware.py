@@ -87,7 +87,6 @@ def _memory_groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, str,
 
 
 def _number(path: Path) -> int | None:
-    """Return the number that a file of the system holds; None where there is no file, or it says `max`."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -117,7 +117,6 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _redacted_words(text: str) -> str:
-    """A text as `redacted` shows it; one with secret arguments as `redacted_arguments` does."""
     words = redacted(text).split()
     shown = redacted_arguments(words)
     return redacted(text) if shown == words else " ".join(shown)

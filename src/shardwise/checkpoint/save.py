@@ -267,7 +267,6 @@ class Saver:
         }
 
     def _state_numbers(self) -> _StateNumbers:
-        """The numbers of the state, from one rank of those that have the same tensors."""
         numbers: _StateNumbers = {}
         mesh = self._mesh
         if mesh.tp.rank == 0 and mesh.replicas.rank < mesh.dividing_tensors[0].size:
@@ -278,7 +277,6 @@ class Saver:
         return numbers
 
     def _planned_files(self, slices: _StateSlices) -> Iterator[PlannedFile]:
-        """This rank's files, in the order in which their bytes are copied."""
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
@@ -308,7 +306,6 @@ class Saver:
                 buffer.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the manifest that are known before the files are written."""
         config = self._config
         wrapped_class = self._optimizer.optimizer_class.__name__
         name = wrapped_class.lower() if config is None else config.optimizer.name
@@ -322,7 +319,6 @@ class Saver:
         }
 
     def _read_small_files(self, tokenizer: Path | None, companions: Companions | None) -> dict[str, bytes]:
-        """Name → content of the files that `transformers` reads beside the weights."""
         files = self._weights.files
         index = weight_index({file.name: file.weights for file in files})
         if self._config is None:
@@ -377,7 +373,6 @@ class Saver:
         return saved
 
     def _reason(self, error: Exception) -> str:
-        """The text of an error that all ranks report: one that is not for users has its rank and type."""
         if isinstance(error, ShardwiseError):
             return str(error)
         return f"rank {self._group.rank}: {type(error).__name__}: {error}"
@@ -492,7 +487,6 @@ def _joined(numbers_by_rank: Sequence[_StateNumbers]) -> dict[str, Number | dict
 
 
 def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
-    """Raise StoreError where a file is missing here, because another rank wrote it to a disk of its own."""
     missing = [entry.path for entry in entries]
     deadline = time.monotonic() + _SEEN_WITHIN_SECONDS
     # A network file system shows the files of other machines after a while.
@@ -509,7 +503,6 @@ def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
 
 
 def _write_stream(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
-    """Cut a stream of bytes into files."""
     # A block may hold the end of a file and the beginning of the next one.
     block = memoryview(b"")
     for file in files:

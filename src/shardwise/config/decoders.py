@@ -51,7 +51,6 @@ def every_nth_full(interval: int | None, layers: int) -> tuple[_LayerType, ...]:
 
 
 def _of_each_layer(value: Any, info: ValidationInfo) -> Any:
-    """Return `layer_types` for the short form, the interval of the blocks without a window."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return every_nth_full(value, info.data.get("num_hidden_layers", 1))
     return value
@@ -73,8 +72,6 @@ _LayerTypes: TypeAlias = Annotated[
 
 
 def _layer_types(interval: int | None, default: str) -> Any:
-    """Return the field `layer_types`; without a window its default has none in any block."""
-
     def of_data(data: dict[str, Any]) -> tuple[_LayerType, ...]:
         return every_nth_full(interval if data.get("sliding_window") else 1, data.get("num_hidden_layers", 1))
 

@@ -69,7 +69,6 @@ class EvaluationConfig(Section):
 
 
 def _complete(values: object) -> object:
-    """The keys of a set, of which the first part is read."""
     if isinstance(values, str):
         values = {"path": values}
     return {"split": "1,0", **values} if isinstance(values, dict) else values

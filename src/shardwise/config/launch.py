@@ -150,7 +150,6 @@ class LaunchConfig(Section):
 
 
 def _range(value: object) -> tuple[int, int] | None:
-    """The fewest and the most machines that a value of `launch.nodes` names; None for another value."""
     # `True` is an int to isinstance, but no number of machines.
     match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(value)) if type(value) in (int, str) else None
     if match is None:
@@ -166,7 +165,6 @@ def _is_option(value: object) -> bool:
 
 
 def _option_problem(option: str) -> str | None:
-    """The reason why the job's script cannot have an option; None if it can."""
     # sbatch reads its options by getopt_long, which takes the beginning of a name for the name: `--arr` is `--array`.
     given = option.removeprefix("--").partition("=")[0]
     names = [name for name in (*_SET_BY, *_REFUSED) if name.startswith(given)]

@@ -75,7 +75,6 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
 
 
 def _problems_of_stages(config: Config, world: int, known: Collection[str], *, is_new: bool) -> list[str]:
-    """Return the problems of stages that change the sizes of a step, without those that are known."""
     if config.run is not config:
         return []
     try:
@@ -110,7 +109,6 @@ def _trace_problems(log: LogConfig, train: TrainConfig, resume: str | int, is_ne
 
 
 def _rank_problems(log: LogConfig, parallel: ParallelConfig, layout: Layout) -> list[str]:
-    """Refuse to trace ranks that the job does not have, and copies that do not divide its data-parallel ranks."""
     problems = []
     missing = [rank for rank in log.profile_ranks or () if rank >= layout.world]
     if missing:

@@ -76,7 +76,6 @@ def load_config_with_values(recipe: str | Mapping[str, Any], overrides: Mapping[
 
 
 def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
-    """The sections of a shipped recipe's name, a YAML file or a model, as they are written there."""
     values = parse_yaml(recipe_files.recipe_text(recipe, cached=cached), recipe)
     if values is None:
         return {}
@@ -98,7 +97,6 @@ def _fit_training(recipe: str, values: dict[str, Any], typed: Collection[str]) -
 
 
 def _plain(value: Any) -> Any:
-    """A program's value as YAML would have it."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -271,7 +269,6 @@ def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> 
 
 
 def _canonical(family: str, key: str) -> str:
-    """The name of a key of a family that may be spelled otherwise."""
     return FAMILIES[family].aliases.get(key, key)
 
 

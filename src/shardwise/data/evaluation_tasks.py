@@ -89,7 +89,6 @@ def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainCo
 
 
 def _task_problems(name: str, task: Any, longest: int) -> list[str]:
-    """Reasons why a task cannot be scored by a model that reads at most `longest` tokens."""
     if getattr(task, "UNSAFE_CODE", False):
         return [f"evaluation.tasks ({name}) must not run code that a model writes, and this task does"]
     if getattr(task, "MULTIMODAL", False):

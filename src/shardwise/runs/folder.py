@@ -126,7 +126,6 @@ def check_place(path: Path) -> None:
 
 @contextlib.contextmanager
 def _making(path: Path) -> Iterator[None]:
-    """Turn a failure to make `path` into a sentence for the user."""
     try:
         yield
     except OSError as error:
@@ -402,7 +401,6 @@ def last_kept_step(event: Mapping[str, Any]) -> int | None:
 
 
 def _keep_former(path: Path) -> None:
-    """Keep a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
     if path.is_file():
         write_atomic(_numbered(path), read_plain(path))
 
@@ -413,7 +411,6 @@ def _numbered(path: Path) -> Path:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """Return the record in a file; {} if the file cannot be read, or is damaged."""
     with contextlib.suppress(OSError, ValueError):
         return read_record(path)
     return {}
@@ -580,7 +577,6 @@ class FollowedFolder:
 
 
 def _is_at(status: os.stat_result, path: Path) -> bool:
-    """Return whether a path leads to a file, and not through a link."""
     try:
         return os.path.samestat(status, path.lstat())
     except OSError:

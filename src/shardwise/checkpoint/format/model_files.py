@@ -211,7 +211,6 @@ def _free_keys(config: FamilyConfig) -> frozenset[str]:
 
 
 def _meaningful_values(config: FamilyConfig) -> dict[str, Any]:
-    """The fields that decide what the weights mean, each in one spelling."""
     dropout_keys = {key for role, key in config.keys.items() if role.endswith("_dropout")}
     free = {"initializer_range", "ignore", *dropout_keys}
     values = {key: value for key, value in config.model_dump(mode="json").items() if key not in free}
@@ -222,7 +221,6 @@ def _meaningful_values(config: FamilyConfig) -> dict[str, Any]:
 
 
 def _rotates_by_longest(values: Mapping[str, Any]) -> bool:
-    """True if the angles, or the factor on them, depend on the model's longest sequence."""
     scaling = values["rope_scaling"] or {"rope_type": "default"}
     if scaling["rope_type"] == "dynamic":
         return True

@@ -54,7 +54,6 @@ def _stored_sum(stored: StoredTensors, state: str, name: str) -> int:
 
 
 def _are_sums(sums: Mapping[str, Any], manifest: Manifest) -> bool:
-    """True if sums in a manifest are texts, of tensors that the manifest has."""
     for state, names in sums.items():
         known = manifest.tensors.get(state, {})
         if not isinstance(names, Mapping) or not names.keys() <= known.keys():

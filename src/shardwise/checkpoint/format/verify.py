@@ -132,7 +132,6 @@ class _LabelledPiece:
 
 
 def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
-    """For each file the pieces that the manifest expects there, by their names in the file."""
     pieces: list[dict[str, _LabelledPiece]] = [{} for _ in manifest.files]
     for state, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
@@ -231,7 +230,6 @@ def _verify_file(
     report: VerificationReport,
     progress: Callable[[int], None],
 ) -> bool:
-    """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
     # Blocks end where chunks end, which may be within a value: its first bytes wait for the next block.
     partial_value = b""

@@ -115,7 +115,6 @@ def _source(data: DataConfig) -> _Source:
 
 
 def _conversations(source: _Source) -> Iterator[Chat]:
-    """All conversations; those without messages are left out, and counted."""
     if isinstance(source, ColumnSource):
         chats = conversations_of_table(source)
     else:
@@ -296,7 +295,6 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
 
 
 def _preview(request: DataRequest) -> str:
-    """The size of the files, of which the first conversation is read; of a data set, what `datasets.preview` says."""
     _require_fitting(request)
     if names_data_set(request.data):
         return f"conversations, {datasets.preview(request)}"
@@ -319,7 +317,6 @@ def _preview(request: DataRequest) -> str:
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
     files, described = files_of_source(source)
     template = None

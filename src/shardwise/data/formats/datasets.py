@@ -71,7 +71,6 @@ def open_token_rows(dataset: TokenRowSource, request: DataRequest) -> prepared_d
 
 
 def _appended(request: DataRequest) -> int | None:
-    """The token that `data.append_eod` puts after rows that lack it; None if it is not asked for."""
     data = request.data
     if not data.append_eod or data.eod_token is not None:
         return data.eod_token if data.append_eod else None
@@ -214,7 +213,6 @@ def preview(request: DataRequest) -> str:
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """A folder that `datasets.load_from_disk` opens: text as any text, or tokens."""
     dataset = ColumnSource.open(data)
     if not dataset.holds_tokens:
         return text.inspect_text(data, samples)

@@ -138,7 +138,6 @@ def _open_data(request: DataRequest) -> _PreparedDocuments:
 def _packed(
     files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
-    """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
         return
     problems = [
@@ -226,7 +225,6 @@ def _first_documents(data: DataConfig) -> FirstDocuments:
 
 
 def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tuple[MegatronDocuments, ...]]:
-    """The documents of each part in each of the data sets, each of which is divided by itself."""
     parts: dict[Part, list[MegatronDocuments]] = {part: [] for part in PART_NAMES}
     for file in files:
         bounds = part_bounds(file.num_documents, request.data.split_weights)

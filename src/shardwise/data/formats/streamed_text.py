@@ -218,7 +218,6 @@ class _FirstBlock:
 
 
 def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _FirstBlock:
-    """The documents of the first block, in their own order: at most `buffer`, and about `BLOCK_CHARACTERS` of text."""
     documents: list[tuple[_DocumentBegin, list[text_sources.TextPiece]]] = []
     characters = 0
     for number, shard in enumerate(shards):

@@ -393,7 +393,6 @@ def inspect_text(data: DataConfig, samples: int) -> Inspection:
 
 
 def _first_documents(data: DataConfig) -> FirstDocuments:
-    """The first documents of a text, a million characters or more, by its tokenizer; DataError if `data` names none."""
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
     documents, is_all = _beginning(open_text_source(data), _ENCODED_CHARACTERS)

@@ -179,7 +179,6 @@ class PreparedOutput:
                         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _state(self) -> Mapping[str, Any]:
-        """The saved state; empty if there is none, or one of another identity."""
         with contextlib.suppress(OSError, ValueError):
             state = json_value((self.folder / _STATE).read_bytes())
             if isinstance(state, dict) and state.get("identity") == self.identity:

@@ -117,7 +117,6 @@ def h5py_library() -> Any:
 
 
 def _open_hdf5(path: Path) -> Any:
-    """An HDF5 file, opened by h5py; DataError if it is missing or no HDF5 file."""
     h5py = h5py_library()
     with read_errors(path), path.open("rb"):  # the library's own message would lack the reason
         pass
@@ -239,7 +238,6 @@ def _build(shard: HDF5Shard, folder: Path) -> dict[str, Any]:
 
 
 def _copy(array: Any, target: Path) -> str:
-    """Copies one array in blocks of rows; returns the digest that it is checked by."""
     rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
     header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
     # Not mapped: on a full disk, writing to mapped memory ends the process without a message.

@@ -280,7 +280,6 @@ def _damaged(path: Path, problem: str) -> DataError:
 
 
 def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | None) -> None:
-    """The .bin must have the size that the .idx says; `overflow`: as `_check_sequences` gives it."""
     size = bin_path.stat().st_size
     if size == expected == 0:
         raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
@@ -430,7 +429,6 @@ class UnfinishedIndex:
 
 
 def _open_to_append(files: ExitStack, path: Path, size: int) -> BinaryIO:
-    """A file cut to `size` bytes, which `files` closes."""
     path.touch()
     if path.stat().st_size < size:
         raise ChangedFilesError(f"{path} is shorter than it was")

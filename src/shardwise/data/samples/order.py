@@ -308,7 +308,6 @@ class SourceOrder:
         return before
 
     def _by_stage(self, samples: IntArray) -> Iterator[tuple[int, IntArray]]:
-        """Number of each stage that has some of the samples, with the places of these."""
         stages = np.searchsorted(self._begins, samples, side="right") - 1
         for number in np.unique(stages).tolist():
             yield number, np.flatnonzero(stages == number)

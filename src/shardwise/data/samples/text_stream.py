@@ -127,7 +127,6 @@ class TextStream:
         return _StreamBlock(start, stop, samples)
 
     def _documents(self, start: StreamPosition) -> tuple[list[list[TextPiece]], StreamPosition]:
-        """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
         documents: list[list[TextPiece]] = []
         characters = 0
         for stop, pieces in self._reading:
