@@ -96,7 +96,8 @@ class ConfigError(ShardwiseError, ValueError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         if isinstance(problems, str):
             problems = [problems]
-        self.problems: list[str] = [shown(problem) for problem in problems]
+        # Two checks may find the same.
+        self.problems: list[str] = [shown(problem) for problem in dict.fromkeys(problems)]
         Exception.__init__(self, self.problems)
 
     def __str__(self) -> str:
@@ -104,15 +105,18 @@ class ConfigError(ShardwiseError, ValueError):
             return self.problems[0]
         return "\n".join(f"- {problem}" for problem in self.problems)
 
+    @classmethod
+    def require_none(cls, problems: Sequence[str]) -> None:
+        """Raise this error with the problems, if there are any."""
+        if problems:
+            raise cls(problems)
 
-class Problems:
+
+class Problems(list[str]):
     """The problems of checks that do not depend on each other, to be told at once.
 
     Each check is in a `with` block of its own: a ConfigError ends the block, and what follows it goes on.
     """
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
 
     def __enter__(self) -> None:
         pass
@@ -120,14 +124,8 @@ class Problems:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        self.texts += error.problems
+        self.extend(error.problems)
         return True
-
-    def require_none(self, others: Iterable[str] = ()) -> None:
-        """Raise a ConfigError with all problems, and with the others after them, if a check has failed."""
-        if self.texts:
-            # Two checks may find the same.
-            raise ConfigError(list(dict.fromkeys((*self.texts, *others))))
 
 
 class DataError(ConfigError):

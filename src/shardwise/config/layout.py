@@ -49,8 +49,7 @@ class Layout:
         numbers |= {axis.title: getattr(self, axis.degree) for axis in CHOSEN_AXES}
         problems = [f"the {name} ({value}) must be at least 1" for name, value in numbers.items() if value < 1]
         # Before the next rule, which divides by the degrees.
-        if problems:
-            raise ConfigError(problems)
+        ConfigError.require_none(problems)
         if self.world % self.ranks_of_one_model:
             near = listing(nearest_multiples(self.world, self.ranks_of_one_model), "or")
             raise ConfigError(

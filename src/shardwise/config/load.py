@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, Problems, listing
 from shardwise.base.files import user_path
 from shardwise.base.parsing import parse_value, parse_yaml
 from shardwise.config import hugging_face, recipe_files
@@ -51,7 +51,7 @@ def load_config_with_values(recipe: str | Mapping[str, Any], overrides: Mapping[
         ConfigError: as `load_config`.
     """
     values = _sections(recipe) if isinstance(recipe, str) else _plain(recipe)
-    problems: list[str] = []
+    problems = Problems()
     changed: dict[str, Any] = {}
     for name, value in overrides.items():
         is_section = name and "." not in name and isinstance(value, Mapping)
@@ -66,10 +66,8 @@ def load_config_with_values(recipe: str | Mapping[str, Any], overrides: Mapping[
     if _MODEL_FILE in changed:
         values["model"] = {}
     for path, value in changed.items():
-        try:
+        with problems:
             _set(values, path, _plain(value))
-        except ConfigError as error:
-            problems += error.problems
     if isinstance(recipe, str):
         _fit_training(recipe, values, changed)
     return config_from_sections(values, problems, typed=[*changed])
@@ -109,12 +107,10 @@ def _plain(value: Any) -> Any:
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Write `a.b=value` overrides into the nested `values`; returns what is wrong with them."""
-    problems: list[str] = []
+    problems = Problems()
     for override in overrides:
-        try:
+        with problems:
             _apply(values, override)
-        except ConfigError as error:
-            problems += error.problems
     return problems
 
 
@@ -161,8 +157,8 @@ def config_from_sections(
             if details["loc"][0] != "model" or not model_is_unread:
                 all_problems += error_messages(details, family)
     if all_problems or config is None:
-        # pydantic has an error for each type of a union, and these may read the same.
-        raise ConfigError(list(dict.fromkeys(all_problems)))
+        # pydantic has an error for each type of a union, and these may read the same: each is told once.
+        raise ConfigError(all_problems)
     config.came_from_tokens(token_counts)
     if not config.model.is_own:
         names = [path.split(".")[1] for path in typed if path.startswith("model.")]

@@ -42,8 +42,7 @@ def check_changes(keys: Sequence[str]) -> frozenset[str]:
             problems.append(f"--change {key}: there is no such key")
         elif not _is_fixed(key) and key not in KEYS_OF_BITS:
             problems.append(f"--change {key} must be left out: this key may change in any run")
-    if problems:
-        raise ConfigError(problems)
+    ConfigError.require_none(problems)
     return frozenset(keys)
 
 

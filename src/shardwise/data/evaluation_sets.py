@@ -51,8 +51,7 @@ def prepare_evaluation_sets(
             batches[name] = _open(evaluation_set_config(config, name, data.tokenizer_path), announce)
         except ConfigError as error:
             problems += [evaluation_set_problem(text, name) for text in error.problems]
-    if problems:
-        raise DataError(problems)
+    DataError.require_none(problems)
     return EvaluationSets(batches, vocabulary_byte_counts(config.model, data.tokenizer_path) if batches else None)
 
 

@@ -58,8 +58,7 @@ def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: 
             return
         glanced = summarize_checkpoint(candidate.folder, candidate.step)
         if glanced.manifest is not None and glanced.problem is None:
-            if problems := changed_size_stages(glanced.manifest.config, config, candidate.step):
-                raise ConfigError(problems)
+            ConfigError.require_none(changed_size_stages(glanced.manifest.config, config, candidate.step))
             return
 
 
@@ -131,8 +130,7 @@ def _is_imported(newest: StepFolder, new: Mapping[str, Any]) -> bool:
     manifest = summarize_checkpoint(newest.folder, newest.step).manifest
     if manifest is None or manifest.data != IMPORTED:
         return False
-    if problems := resume_problems({**new, "model": manifest.config["model"]}, new):
-        raise ConfigError(problems)
+    ConfigError.require_none(resume_problems({**new, "model": manifest.config["model"]}, new))
     return True
 
 

@@ -265,8 +265,7 @@ def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest) ->
         for part in request.needed_parts
         if not len(chats[part].usable(length))
     ]
-    if problems:
-        raise DataError(problems)
+    DataError.require_none(problems)
     return _PreparedChat(entry.tokenizer_path, facts["fingerprint"], _summary(facts, source, chats, length), chats)
 
 

@@ -266,8 +266,7 @@ def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest) -> 
     problems = prepared_data.padding_problems(special, request) + prepared_data.too_short_parts(
         request, entry, source.name, request.needed_parts
     )
-    if problems:
-        raise DataError(problems)
+    DataError.require_none(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
     bytes_per_token = facts["bytes"] / max(1, sum(sizes.values()))
     summary = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, Problems
 from shardwise.base.files import user_path
 from shardwise.config import DataConfig
 from shardwise.data.cache import spread_digest
@@ -75,17 +75,13 @@ class FlatTokens:
         paths = flat_token_files(user_path(data.path))
         if not paths:
             raise DataError(f"data.path ({data.path}) names no files of tokens that exist: .bin, .npy or .ds")
-        files, problems, size = [], [], tokenizer_size or vocab_size
+        files, problems, size = [], Problems(), tokenizer_size or vocab_size
         dtype = None if data.token_dtype == "auto" else data.token_dtype
         # Of a task without documents, datatrove leaves an empty file.
         for path in [path for path in paths if path.stat().st_size] or paths:
-            try:
-                with content.read_errors(path):
-                    files.append(raw_tokens.RawTokens.open(path, dtype, size, "data.token_dtype"))
-            except DataError as error:
-                problems += error.problems
-        if problems:
-            raise DataError(problems)
+            with problems, content.read_errors(path):
+                files.append(raw_tokens.RawTokens.open(path, dtype, size, "data.token_dtype"))
+        DataError.require_none(problems)
         tokens = FlatTokens(files, vocab_size or np.iinfo(np.int64).max, 0, sum(len(file.tokens) for file in files))
         last = max(0, len(tokens) - _BLOCK_TOKENS)
         for start in np.unique(np.linspace(0, last, _BLOCKS).astype(np.int64)).tolist():

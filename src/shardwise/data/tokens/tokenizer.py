@@ -348,8 +348,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
                 f"{see('data#no-marks-of-pairs')}"
             )
         tokenizer.pair_names = names
-    if problems:
-        raise DataError(problems)
+    DataError.require_none(problems)
     return tokenizer
 
 
