@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of
-from shardwise.data.prepare import disk_room
 from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
 from shardwise.data.reading.megatron_files import UnfinishedIndex, megatron_dtype, megatron_prefix
 from shardwise.data.reading.raw_tokens import RawTokens
@@ -84,7 +83,7 @@ class _RawConversion:
         vocab_size = self._vocab_size()
         output = self.output
         needed = len(self.tokens) * megatron_dtype(vocab_size).itemsize
-        disk_room.require_disk_room(needed, 0, output.path, self.announce)
+        output.require_room(needed, self.announce)
         with output.writing(), UnfinishedIndex(output.made, vocab_size) as index:
             self._copy(index)
             index.finish()
