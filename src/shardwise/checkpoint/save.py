@@ -26,28 +26,12 @@ from torch import Tensor, nn
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions, model_files
+from shardwise.checkpoint.format import writing
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.verify import untiled_tensors
-from shardwise.checkpoint.format.writing import (
-    MAX_SHARD_BYTES,
-    PieceRows,
-    PlannedFile,
-    PlannedPiece,
-    require_disk_room,
-    state_file,
-    tensor_entries,
-    weight_index,
-    write_small_file,
-)
 from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
-from shardwise.checkpoint.storage.checkpoint_folders import (
-    partial_name,
-    prune_checkpoints,
-    put_checkpoint_in_place,
-    remove_checkpoint,
-    step_name,
-)
+from shardwise.checkpoint.storage import checkpoint_folders
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
@@ -106,7 +90,7 @@ class _PendingSave:
     step: int
     final: Root
     buffer: HostBuffer
-    files: tuple[PlannedFile, ...]
+    files: tuple[writing.PlannedFile, ...]
     numbers: _StateNumbers
     manifest: dict[str, Any]
     started: float
@@ -126,7 +110,7 @@ class _PendingSave:
 @dataclass(frozen=True)
 class _WrittenFiles:
     entries: list[FileEntry]
-    rows: list[tuple[str, PieceRows]]
+    rows: list[tuple[str, writing.PieceRows]]
     numbers: _StateNumbers
 
 
@@ -169,7 +153,7 @@ class Saver:
         base_model: str | None = None,
         buffer_bytes: int | None = None,
         keeping: KeptCheckpoints | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        max_shard_bytes: int = writing.MAX_SHARD_BYTES,
         find_root: Callable[[], None] | None = None,
     ) -> None:
         self.root = root
@@ -210,7 +194,7 @@ class Saver:
             limit = self._buffer_limit(sum(file.size for file in files))
             self._buffer = HostBuffer(self._mesh.device, limit)
         buffer = self._buffer
-        final = self.root / step_name(step)
+        final = self.root / checkpoint_folders.step_name(step)
         pending = _PendingSave(
             step, final, buffer, files, self._state_numbers(), self._manifest(step, progress), started
         )
@@ -276,20 +260,20 @@ class Saver:
                     numbers.setdefault(state, {}).update(dict.fromkeys(names[bucket], value))
         return numbers
 
-    def _planned_files(self, slices: _StateSlices) -> Iterator[PlannedFile]:
+    def _planned_files(self, slices: _StateSlices) -> Iterator[writing.PlannedFile]:
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
-                yield PlannedFile.of(file.name, file.weights)
+                yield writing.PlannedFile.of(file.name, file.weights)
         state_pieces = [
-            PlannedPiece(state, part.piece.name, part.piece.shape, DTYPE_NAMES[flat.dtype], part.box)
+            writing.PlannedPiece(state, part.piece.name, part.piece.shape, DTYPE_NAMES[flat.dtype], part.box)
             for state, parts in slices.items()
             for part, flat in parts
         ]
         if state_pieces:
-            yield PlannedFile.of(state_file(rank), state_pieces)
+            yield writing.PlannedFile.of(writing.state_file(rank), state_pieces)
 
-    def _copy(self, buffer: HostBuffer, slices: _StateSlices, files: Sequence[PlannedFile]) -> None:
+    def _copy(self, buffer: HostBuffer, slices: _StateSlices, files: Sequence[writing.PlannedFile]) -> None:
         """Copy the bytes of `files`, in their order. Collective over the tensor-parallel group."""
         headers = {file.pieces[0].name: file.header for file in files if file.pieces[0].state == MODEL}
         for weight, box, values in self._weights.collect():
@@ -320,7 +304,7 @@ class Saver:
 
     def _read_small_files(self, tokenizer: Path | None, companions: Companions | None) -> dict[str, bytes]:
         files = self._weights.files
-        index = weight_index({file.name: file.weights for file in files})
+        index = writing.weight_index({file.name: file.weights for file in files})
         if self._config is None:
             return index
         dtype = TORCH_DTYPES[files[0].weights[0].dtype]
@@ -362,7 +346,9 @@ class Saver:
         # Old checkpoints go only now that the new one is complete.
         try:
             if problem is None:
-                removed = prune_checkpoints(self.root, self._lengths, self._keeping.last, self._keeping.every)
+                removed = checkpoint_folders.prune_checkpoints(
+                    self.root, self._lengths, self._keeping.last, self._keeping.every
+                )
                 return replace(saved, removed=tuple(removed))
             # A save with a manifest lacks only its name, which a resume gives it.
             if not (staging / MANIFEST).exists():
@@ -384,7 +370,11 @@ class Saver:
             # A place without an answer fails the save a moment later, on all ranks together.
             with contextlib.suppress(StoreError):
                 is_final = not (final / MANIFEST).exists()
-        return final if collectives.broadcast_object(is_final, self._group) else self.root / partial_name(step)
+        return (
+            final
+            if collectives.broadcast_object(is_final, self._group)
+            else self.root / checkpoint_folders.partial_name(step)
+        )
 
     def _together(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank. Return why it failed on any, the same text on all, or None."""
@@ -409,11 +399,11 @@ class Saver:
         if self._group.rank == 0:
             if self._find_root is not None:
                 self._find_root()
-            remove_checkpoint(staging)
+            checkpoint_folders.remove_checkpoint(staging)
             staging.make()
             (staging / "optimizer").make()
             advice = "make room, or lower checkpoint.keep"
-            require_disk_room(self.root, needed, f"the checkpoint of step {pending.step}", advice)
+            writing.require_disk_room(self.root, needed, f"the checkpoint of step {pending.step}", advice)
 
     def _write_files(
         self, staging: Root, pending: _PendingSave, problem: str | None
@@ -444,12 +434,12 @@ class Saver:
             return
         entries = [entry for files in gathered for entry in files.entries]
         _require_visible(staging, entries)
-        tensors = tensor_entries(entries, [rows for files in gathered for rows in files.rows])
+        tensors = writing.tensor_entries(entries, [rows for files in gathered for rows in files.rows])
         small_files = dict(self._small_files)
         if self._config is not None:
             manifest = Manifest(**pending.manifest, files=(), tensors=tensors)
             small_files[MODEL_CARD] = model_card(manifest, self._base_model)
-        entries += [write_small_file(staging, name, data) for name, data in small_files.items()]
+        entries += [writing.write_small_file(staging, name, data) for name, data in small_files.items()]
         # From the tensors of all ranks: this one may have nothing to train, and so no state.
         pending.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
         pending.manifest["optimizer"]["numbers"] = _joined([files.numbers for files in gathered])
@@ -464,7 +454,7 @@ class Saver:
             # The names of files are on the disk before the folder gets its own, and that one before the save is done.
             for folder in (staging / "optimizer", staging):
                 folder.sync()
-            put_checkpoint_in_place(staging, pending.final)
+            checkpoint_folders.put_checkpoint_in_place(staging, pending.final)
             self.root.sync()
         # `prune_checkpoints` compares the files of the checkpoints that stay with these lengths.
         self._lengths[pending.step] = {entry.path: entry.bytes for entry in entries}
@@ -502,7 +492,9 @@ def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
         )
 
 
-def _write_stream(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
+def _write_stream(
+    folder: Root, files: Sequence[writing.PlannedFile], blocks: Iterator[memoryview]
+) -> Iterator[FileEntry]:
     # A block may hold the end of a file and the beginning of the next one.
     block = memoryview(b"")
     for file in files:

@@ -75,8 +75,6 @@ def parse_hugging_face(text: bytes, origin: str, ignore: Collection[str] = ()) -
     """
     try:
         values = json_value(text.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{origin} cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{origin} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
     except ValueError as error:
