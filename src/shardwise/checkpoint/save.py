@@ -370,11 +370,8 @@ class Saver:
             # A place without an answer fails the save a moment later, on all ranks together.
             with contextlib.suppress(StoreError):
                 is_final = not (final / MANIFEST).exists()
-        return (
-            final
-            if collectives.broadcast_object(is_final, self._group)
-            else self.root / checkpoint_folders.partial_name(step)
-        )
+        is_final = collectives.broadcast_object(is_final, self._group)
+        return final if is_final else self.root / checkpoint_folders.partial_name(step)
 
     def _together(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank. Return why it failed on any, the same text on all, or None."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base import hub
 from shardwise.base.errors import DataError
@@ -25,7 +24,7 @@ from shardwise.data.reading.dataset_tables import DataSet, is_saved_data_set, pl
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.reading.token_files import RowFiles
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, part_sizes_text
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Integers, Part, part_sizes_text
 from shardwise.data.tokens.encoding import token_writers
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
@@ -131,7 +130,7 @@ def _plan(dataset: TokenRowSource, request: DataRequest) -> TextSplit:
 
 def _parts(
     dataset: TokenRowSource, request: DataRequest, split: TextSplit | None, last: Counter[int]
-) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
+) -> Iterator[tuple[Part, int, Integers]]:
     """Rows of a part: the number of them that begin, and their tokens, joined with nothing between them.
 
     Without `split`, the splits that are read are the parts. `last` counts the last tokens of rows, as the data have
@@ -222,9 +221,9 @@ def inspect_token_rows(
     dataset: TokenRowSource, data: DataConfig, samples: int, files: Sequence[Path], shown: str
 ) -> Inspection:
     """An inspection of a data set that has rows of tokens."""
-    seen: list[npt.NDArray[np.integer[Any]]] = []
-    lengths: list[npt.NDArray[np.int64]] = []
-    leading: list[npt.NDArray[np.integer[Any]]] = []
+    seen: list[Integers] = []
+    lengths: list[IntArray] = []
+    leading: list[Integers] = []
     for rows in (rows for name in dataset.splits for rows in dataset.rows(name)):
         lengths.append(rows.lengths)
         seen.append(rows.tokens)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
 from shardwise.base.progress import progress
@@ -29,7 +28,7 @@ from shardwise.data.reading.text_sources import (
     open_text_source,
 )
 from shardwise.data.request import Announce, DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, part_sizes_text
+from shardwise.data.rows import PART_NAMES, PARTS, Flags, IntArray, PairTokens, Part, part_sizes_text
 from shardwise.data.samples.order import mix_bits, mix_integer
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
@@ -58,7 +57,7 @@ class TextSplit:
         boundary: character of the text at which the held-out end begins, if `held_out` is None.
     """
 
-    held_out: npt.NDArray[np.bool_] | None
+    held_out: Flags | None
     boundary: int
 
     def parts(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[Part, TextPiece]]:
@@ -86,7 +85,7 @@ class TextSplit:
             start = end
 
 
-def plan_text_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
+def plan_text_split(characters: IntArray, weights: Sequence[float]) -> TextSplit:
     """The split that holds out the evaluation share, the second weight's, of documents of these lengths.
 
     Documents are taken in the order of a hash of their number, so that the choice is spread over the text and is the
@@ -115,7 +114,7 @@ class TextScan:
 
     content: str
     bytes: int
-    characters: npt.NDArray[np.int64]
+    characters: IntArray
 
 
 def open_text(request: DataRequest, source: Source | None = None) -> prepared_data.PreparedText:

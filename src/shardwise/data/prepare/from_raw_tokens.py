@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of
 from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
 from shardwise.data.reading.megatron_files import UnfinishedIndex, megatron_dtype, megatron_prefix
 from shardwise.data.reading.raw_tokens import RawTokens
+from shardwise.data.rows import Integers
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 
 # Ids that are read at once.
@@ -136,5 +136,5 @@ class _RawConversion:
             last = np.array([begun] if begun else [], dtype=np.int64)
             index.extend(self.tokens[:0], last, np.array([len(last)]))
 
-    def _blocks(self) -> list[npt.NDArray[np.integer[Any]]]:
+    def _blocks(self) -> list[Integers]:
         return [self.tokens[start : start + _BLOCK] for start in range(0, len(self.tokens), _BLOCK)]

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import DataError, Problems
 from shardwise.base.files import user_path
 from shardwise.config import DataConfig
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading import content, raw_tokens, text_sources, token_rows
-from shardwise.data.rows import IntArray, json_digest
+from shardwise.data.rows import AnyArray, IntArray, json_digest
 
 # A start looks at so many blocks of tokens of all files together.
 _BLOCKS = 256
@@ -121,7 +119,7 @@ class FlatTokens:
     def __len__(self) -> int:
         return self.stop - self.first
 
-    def __getitem__(self, places: slice) -> npt.NDArray[Any]:
+    def __getitem__(self, places: slice) -> AnyArray:
         start, stop, _ = places.indices(len(self))
         pieces = [np.empty(0, dtype=self.files[0].tokens.dtype)]
         for number, begin in enumerate(self.begins[:-1].tolist()):
@@ -130,7 +128,7 @@ class FlatTokens:
                 pieces.append(self._checked(number, slice(low, high), low))
         return np.concatenate(pieces)
 
-    def take(self, places: IntArray) -> npt.NDArray[Any]:
+    def take(self, places: IntArray) -> AnyArray:
         """The tokens at `places`; a DataError names the file and the place of one beyond the vocabulary."""
         places = places + self.first
         number_of = np.searchsorted(self.begins, places, side="right") - 1
@@ -140,7 +138,7 @@ class FlatTokens:
             tokens[chosen] = self._checked(number, places[chosen] - self.begins[number])
         return tokens
 
-    def _checked(self, number: int, places: IntArray | slice, start: int | None = None) -> npt.NDArray[Any]:
+    def _checked(self, number: int, places: IntArray | slice, start: int | None = None) -> AnyArray:
         file = self.files[number]
         found = file.tokens[places]
         for at in np.flatnonzero((found < 0) | (found >= self.vocab_size))[:1]:

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import AnyArray, IntArray
 from shardwise.data.samples.order import MixtureStage, SampleOrder, SourceOrder
 
 IGNORE = -100
@@ -27,7 +26,7 @@ class TokenSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self, places: IntArray, /) -> npt.NDArray[Any]:
+    def take(self, places: IntArray, /) -> AnyArray:
         """The tokens at `places`."""
         ...
 
@@ -35,7 +34,7 @@ class TokenSource(Protocol):
 class TokenRow(TokenSource, Protocol):
     """A row of the data's tokens of which slices are read too."""
 
-    def __getitem__(self, places: slice, /) -> npt.NDArray[Any]: ...
+    def __getitem__(self, places: slice, /) -> AnyArray: ...
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
-from shardwise.data.rows import PairTokens
+from shardwise.data.rows import Int32Array, IntArray, Integers, PairTokens
 from shardwise.data.tokens import tokenizer_files
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class Tokenizer:
             return None
         return self._backend.id_to_token(number)
 
-    def encode(self, text: str) -> npt.NDArray[np.int64]:
+    def encode(self, text: str) -> IntArray:
         """The ids of `text`, nothing added."""
         return np.array(self.encoding(text).ids, dtype=np.int64)
 
@@ -168,9 +167,7 @@ class Tokenizer:
         """The token that a document may begin with, such as `<s>`; None if the tokenizer has none."""
         return self.begin_of_text or self._begin_of_document
 
-    def encode_rows(
-        self, texts: list[str], *, literally: bool = False
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    def encode_rows(self, texts: list[str], *, literally: bool = False) -> tuple[Int32Array, IntArray]:
         """All ids of texts, and the number of each; `literally`: the name of a special token is text like any other."""
         self._read_special_tokens(literally=literally)
         with self._library_errors():
@@ -180,7 +177,7 @@ class Tokenizer:
         ids = chain.from_iterable(encoding.ids for encoding in encodings)
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
 
-    def byte_counts(self) -> npt.NDArray[np.int64]:
+    def byte_counts(self) -> IntArray:
         """UTF-8 bytes of the text that each id stands for, [vocabulary]; 0 for special tokens.
 
         The text is the normalized one, with the space that some tokenizers put before it.
@@ -195,7 +192,7 @@ class Tokenizer:
             counts[number] = 0 if added.special else len(added.content.encode())
         return counts
 
-    def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]], *, skips_special: bool = False) -> str:
+    def decode(self, ids: Iterable[int] | Integers, *, skips_special: bool = False) -> str:
         """The text of `ids`; ends of documents and other special tokens show unless `skips_special` leaves them out."""
         with self._library_errors():
             return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
