@@ -226,7 +226,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
 
         continued, reasons = continuation_rows(chosen, layout, run_path)
         input_problems += reasons
-    problems.require_none(input_problems)
+    if problems:
+        raise ConfigError([*problems, *input_problems])
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
@@ -333,7 +334,7 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
         # A shipped recipe itself names the weights of an earlier run.
         weight_rows = [("weights", f"{load}: not there yet; the run that saves it comes first")]
     elif load is not None:
-        config, weight_rows, problems.texts = _glance_at_weights(load, config, run_path)
+        config, weight_rows, problems = _glance_at_weights(load, config, run_path)
     is_built_in = config.data.is_built_in and config.hooks.data is None
     has_tokenizer = config.data.tokenizer is None and load is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
@@ -349,13 +350,13 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
 
         glanced = preview_data(config)
         rows += glanced.rows
-        problems.texts = [*glanced.problems, *problems.texts]
+        problems[:0] = glanced.problems
     if config.evaluation.sets or config.evaluation.tasks_every:
         from shardwise.data.preview import preview_evaluation
 
         glanced = preview_evaluation(config)
         rows += glanced.rows
-        problems.texts += glanced.problems
+        problems += glanced.problems
     if config.log.trackers:
         from shardwise.train.experiment_trackers import require_trackers
 
@@ -370,10 +371,10 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
 
         with problems:
             rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
-    return [*rows, *weight_rows], problems.texts
+    return [*rows, *weight_rows], problems
 
 
-def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tuple[Config, _Rows, list[str]]:
+def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tuple[Config, _Rows, Problems]:
     """`config` with the tokenizer of the weights that a run would load; rows on them; and problems of loading.
 
     Rows tell the changes of their model by the recipe. A run that continues loads none.
@@ -389,22 +390,22 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
     with problems:
         try:
             if (continued := continued_checkpoint(config.checkpoint, run_path)) is not None:
-                return with_loaded_tokenizer(config, continued), rows, []
+                return with_loaded_tokenizer(config, continued), rows, problems
             text, folder = loaded_weights_text(load, config.checkpoint.revision)
             rows.append(("weights", text))
             if folder is None:
                 revision = config.checkpoint.revision
-                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
+                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, problems
             difference = model_differences(config.model, folder)
             rows += [("  changed", change) for change in difference.changes]
-            problems.texts += difference.problems
+            problems += difference.problems
             tokenizer = config.data.tokenizer
             warning = other_tokenizer_text(folder, None if tokenizer is None else user_path(tokenizer))
             rows += [] if warning is None else [("warning", warning)]
             config = with_loaded_tokenizer(config, folder)
         except StoreError as error:
-            problems.texts.append(f"checkpoint.load: {error}")
-    return config, rows, problems.texts
+            problems.append(f"checkpoint.load: {error}")
+    return config, rows, problems
 
 
 def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int:

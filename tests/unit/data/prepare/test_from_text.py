@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.prepare import disk_room, tokenizing
+from shardwise.data.prepare import tokenizing
 from shardwise.data.prepare.from_text import _TextConversion
 from shardwise.data.prepare.output import PreparedOutput
 from shardwise.data.reading.megatron_files import IndexedWriter
@@ -189,7 +189,7 @@ def test_what_was_not_prepared_here_is_never_removed(folder: Folder, name: str) 
 
 def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
-    monkeypatch.setattr(disk_room, "_LEAST", 0)
+    monkeypatch.setattr("shardwise.data.prepare.output._LEAST", 0)
     json_lines(folder.at / "small.jsonl", folder.documents[:5])
     folder.run(folder.job("small", "small.jsonl"))
     with pytest.raises(DataError, match=r"\(9\.8 KiB free\) must have about .* KiB free: make room"):
