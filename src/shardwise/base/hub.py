@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, nearest_name, see
 from shardwise.base.files import user_path
-from shardwise.base.progress import progress
+from shardwise.base.terminal import progress
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions, model_files
-from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem, untiled_tensors
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.verify import untiled_tensors
 from shardwise.checkpoint.format.writing import (
     MAX_SHARD_BYTES,
     PieceRows,

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from shardwise.base import files
 from shardwise.base.errors import DataError, see
 from shardwise.base.parsing import json_value
-from shardwise.base.progress import progress
+from shardwise.base.terminal import progress
 from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, json_digest
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.

@@ -24,9 +24,8 @@ from shardwise.estimates.activations import (
     split_backward_bytes,
     split_backward_peak,
 )
-from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.sharding import InFlightBytes, StageInFlightBytes, whole_gradient_bytes
+from shardwise.estimates.sharding import InFlightBytes, StageInFlightBytes, bucket_shapes, whole_gradient_bytes
 from shardwise.estimates.step_peak import PassBytes, StepPeak, step_peak
 from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements
 from shardwise.models.parameter_counts import (

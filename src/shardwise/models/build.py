@@ -27,7 +27,6 @@ from shardwise.models.blocks import ModelPart
 
 if TYPE_CHECKING:
     from shardwise.layers.balance import Balance
-    from shardwise.layers.expert_totals import ExpertTotals
 
 _ARCHITECTURES: dict[type[FamilyConfig], str] = {
     DecoderConfig: "llama:Llama",
@@ -124,15 +123,6 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
     )
-
-
-def step_totals(model: nn.Module, config: ModelConfig, mesh: Mesh) -> list[ExpertTotals]:
-    """Return the totals that a built model adds up between logged steps, the same on all ranks."""
-    if not (config.is_own or config.is_sparse):
-        return []
-    from shardwise.layers.expert_totals import ExpertTotals
-
-    return ExpertTotals.of(model, config, mesh)
 
 
 def add_step_hooks(

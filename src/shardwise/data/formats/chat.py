@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError, listing
-from shardwise.base.progress import progress
+from shardwise.base.terminal import progress
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
