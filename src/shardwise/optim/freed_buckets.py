@@ -41,8 +41,8 @@ def release(flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def draw_in_place(parameter: nn.Parameter) -> None:
-    """Give memory and values to a parameter that lies in no freed bucket, if it was made without (`make_parameter`)."""
+def draw_outside_buckets(parameter: nn.Parameter) -> None:
+    """Draw a parameter that lies in no freed bucket, if it was made without memory (`make_parameter`)."""
     if not _has_memory(parameter):
         allocate(parameter)
         placement.draw_deferred(parameter, parameter.zero_())

@@ -26,7 +26,7 @@ from shardwise.distributed.torch_private import WithoutCompiler
 from shardwise.optim import checks, gradient_norms, wrapped_class
 from shardwise.optim.bucket_collectives import Gathers, PartialGradients, Reductions
 from shardwise.optim.buckets import Bucket, weak_hook
-from shardwise.optim.freed_buckets import draw_in_place, make_buckets, places_in
+from shardwise.optim.freed_buckets import draw_outside_buckets, make_buckets, places_in
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
 from shardwise.optim.sharding import Cut, OptimizerDtypes, Ranks, Sharding, by_replicas
@@ -109,6 +109,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     """
 
     compares_values = True
+    steps = 0
     _clipped = False
     _norms: Tensor | None = None
     _has_weight_norm = False
@@ -164,7 +165,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._places = {} if model is None else places_in(model)
         self._scale = 1.0 / self.group.size if average else 1.0
         self._defaults = defaults
-        self.steps = 0
         self.buckets: list[Bucket] = []
         self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         each_pass = stage >= 2 and reduce == "micro_batch" and self.cut.ranks.size > 1
@@ -227,7 +227,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
-            draw_in_place(p)
+            draw_outside_buckets(p)
             collectives.broadcast_value(p, of_or_whole(p).pieces[0].replicas or self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.local import EndedError, LaunchError, launch
+from shardwise.base.errors import EndedError, LaunchError
+from shardwise.launch.local import launch
 
 if TYPE_CHECKING:
     import torch
