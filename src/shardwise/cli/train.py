@@ -14,18 +14,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError, Problems
+from shardwise.base.errors import ConfigError, EndedError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import imported, provided
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
-from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import (
     Config,
     Layout,
@@ -40,6 +40,7 @@ from shardwise.config import (
     require_data,
     size_stages_of,
 )
+from shardwise.config.recipe_files import is_model_recipe
 from shardwise.launch import rank_output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory, run_folder
@@ -258,7 +259,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
 def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, Config, _Rows]:
     if not config.model.is_own:
         return None, config, rows
-    from shardwise.estimates.memory import memory_stand_in
+    from shardwise.estimates.memory import config_for_memory_estimate
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
     accelerator = _has_accelerator(cluster)
@@ -266,7 +267,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
         counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return counts, memory_stand_in(config, counts, accelerator), rows
+    return counts, config_for_memory_estimate(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -490,7 +491,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
-    from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
+    from shardwise.launch.local import TRAINING, agent_ahead, launch
     from shardwise.runs.events import newest_checkpoint_text
 
     notices.set_up(config.log.notify)
@@ -503,3 +504,18 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     except EndedError as error:
         raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0
+
+
+def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
+    """The configuration; of a model, with a line for the user on what is taken of it and on the defaults.
+
+    A rank opens a hub id from the cache, which the process that launched it has filled.
+    """
+    launched = is_launched()
+    config = load_config(recipe, overrides, cached=launched)
+    place = joined()
+    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
+        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
+
+        output.progress(model_recipe_remark(recipe, config))
+    return config

@@ -20,10 +20,10 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
-from shardwise.cli.recipe_argument import load_recipe
+from shardwise.cli.train import load_recipe
 from shardwise.config import largest_size_stage, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_model_recipe, own_data
 from shardwise.config.stand_in import config_as_given
