@@ -23,6 +23,7 @@ from shardwise.base.errors import ConfigError, EndedError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import imported, provided
+from shardwise.base.terminal import fit_to_terminal
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
@@ -250,7 +251,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         counts=counts,
         as_json=arguments.json,
     )
-    output.raw(output.text(text))
+    output.raw(output.text(text) if arguments.json else fit_to_terminal(output.text(text), sys.stdout))
     if input_problems:
         raise ConfigError(input_problems)
     return 0
