@@ -49,6 +49,12 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     Raises:
         ValueError: names the class and what it did. Errors of its constructor about its options are passed on.
     """
+    name = optimizer_class.__name__
+    if callable(getattr(optimizer_class, "eval", None)):  # schedule-free classes; others have no such method
+        raise ValueError(
+            f"optimizer_class {name} cannot be sharded: its eval() gives the averaged weights that are to be evaluated "
+            "and saved, and a training would take those of its steps: choose a class without eval()"
+        )
     weight, gradients = (
         torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
         for seed, shape in enumerate(((6, 4), (_TRIAL_STEPS, 6, 4)))
@@ -58,7 +64,7 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     options = _trial_options(defaults)
     matrix = nn.Parameter(weight.clone())
     optimizer = optimizer_class([matrix], **options)
-    refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
+    refusal = f"optimizer_class {name} cannot be sharded: {_ADVICE}"
     try:
         _run(optimizer, matrix, gradients)
         numbers = [_numbers(optimizer, matrix)]
