@@ -20,6 +20,7 @@ from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import (
     MASTER,
+    OPTION,
     STEP,
     Number,
     begin_restoring,
@@ -245,7 +246,7 @@ def _stored_states(manifest: Manifest, states: Sequence[str], names: Sequence[st
     stored = {state for state in states if not manifest.tensors[state].keys().isdisjoint(names)}
     for state, values in (manifest.optimizer or {}).get("numbers", {}).items():
         is_of_others = isinstance(values, Mapping) and values.keys().isdisjoint(names)
-        if state != STEP and not is_of_others:
+        if state != STEP and not state.startswith(OPTION) and not is_of_others:
             stored.add(state)
     return stored
 
