@@ -193,11 +193,7 @@ def test_fault_22_what_could_not_be_read_again_is_refused_at_the_save(
     assert not (tmp_path / "saved").exists()
 
 
-NUMBERS: dict[str, dict[str, Any]] = {
-    "NAdam": {"lr": 2e-3},
-    "ASGD": {"t0": 2.0},
-    "SGD": {},
-}
+NUMBERS: dict[str, dict[str, Any]] = {"NAdam": {"lr": 2e-3}, "ASGD": {"t0": 2.0}, "SGD": {}}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -317,11 +313,7 @@ def test_fault_22_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "may_load"),
-    [
-        (torch.optim.AdamW, torch.optim.RAdam, False),
-        (torch.optim.SGD, Counting, True),
-    ],
+    ("saved", "loaded", "may_load"), [(torch.optim.AdamW, torch.optim.RAdam, False), (torch.optim.SGD, Counting, True)]
 )
 def test_fault_22_equal_names_of_states_do_not_make_two_classes_one(
     saved: Any, loaded: Any, may_load: bool, tmp_path: Path

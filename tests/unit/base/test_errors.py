@@ -1,13 +1,6 @@
 import pytest
 
-from shardwise.base.errors import (
-    ConfigError,
-    DataError,
-    RunError,
-    ShardwiseError,
-    divisors,
-    nearest_numbers,
-)
+from shardwise.base.errors import ConfigError, DataError, RunError, ShardwiseError, divisors, nearest_numbers
 
 
 def test_an_error_shows_every_problem_and_has_an_exit_code() -> None:

@@ -9,21 +9,8 @@ import transformers
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, config_from_sections, load_config
-from shardwise.config.hugging_face import (
-    _families_by_model_type,
-    from_hugging_face,
-    read_hugging_face,
-    to_hugging_face,
-)
-from tests.unit.config.hub import (
-    FILES,
-    GPT2,
-    LLAMA2_7B,
-    MISTRAL_7B,
-    PYTHIA_6_9B,
-    QWEN2_5_7B,
-    SMOLLM3_3B,
-)
+from shardwise.config.hugging_face import _families_by_model_type, from_hugging_face, read_hugging_face, to_hugging_face
+from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
 
 REST = {"train": {"steps": 1, "global_batch": 1, "sequence_length": 8}, "optimizer": {"lr": 1e-3}}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}

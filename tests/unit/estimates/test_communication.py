@@ -124,8 +124,7 @@ SEQUENCE = Layout(2, tensor=2, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "left"),
-    [("llama", 0.1, 1), ("gpt", 0.0, 1), ("gpt", 0.1, 2), ("gpt_neox", 0.0, 0), ("bert", 0.0, 2)],
+    ("name", "p", "left"), [("llama", 0.1, 1), ("gpt", 0.0, 1), ("gpt", 0.1, 2), ("gpt_neox", 0.0, 0), ("bert", 0.0, 2)]
 )
 def test_full_recompute_repeats_what_comes_before_the_last_saved_tensor(name: str, p: float, left: int) -> None:
     """The sum behind the last matrix product only where dropout or a norm follows it."""

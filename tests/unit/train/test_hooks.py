@@ -139,13 +139,7 @@ def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "found"),
-    [
-        ([1, 131], "ids from 1 to 131"),
-        ([1], "1 of them"),
-        ("text", "of type str"),
-    ],
-    ids=str,
+    ("sample", "found"), [([1, 131], "ids from 1 to 131"), ([1], "1 of them"), ("text", "of type str")], ids=str
 )
 def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, tmp_path: Path) -> None:
     config = reader_config("Reader")

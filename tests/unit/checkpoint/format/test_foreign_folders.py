@@ -45,12 +45,7 @@ def test_the_command_of_a_converter_is_named(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "checkpoint import {0} {0}/out",
-        "evaluate {0}",
-        "train llama3-tiny checkpoint.load={0} --dry-run",
-    ],
+    "command", ["checkpoint import {0} {0}/out", "evaluate {0}", "train llama3-tiny checkpoint.load={0} --dry-run"]
 )
 def test_every_command_that_opens_a_model_names_the_converter(
     command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -122,10 +122,7 @@ def test_a_crafted_manifest_is_not_believed(case: str, folder: Root) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [
-        ("[" * 200_000, "it is no JSON"),
-        ("[]", "its format must be shardwise-checkpoint"),
-    ],
+    [("[" * 200_000, "it is no JSON"), ("[]", "its format must be shardwise-checkpoint")],
     ids=["nested", "list"],
 )
 def test_what_is_no_manifest_is_damage(text: str, problem: str) -> None:
