@@ -30,33 +30,6 @@ def test_what_an_absent_axis_does_not_check() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides", "told"),
-    [
-        (3, ["parallel.tensor=2"], "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"),
-        (8, [], "train.global_batch (8) must be a multiple of train.micro_batch × data-parallel degree (2 × 8 = 16)"),
-        (2, ["parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=63"], "parallel.tensor (2) must"),
-        (1, ["train.sequence_length=65"], "train.sequence_length (65) must be at most model.max_position_embeddings"),
-        (1, ["train.skip_batches=3"], "train.skip_batches (3) must be 0 with checkpoint.resume (auto): it would"),
-        (
-            4,
-            ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=60"],
-            "train.sequence_length",
-        ),
-        (4, ["parallel.context=2", "parallel.replicate=3"], "parallel.replicate (3) must divide the data-parallel"),
-        (1, ["checkpoint.resume=20"], "checkpoint.resume (20) must be less than train.steps (20): name an earlier"),
-        (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most 20, as train.steps is 20"),
-        (1, ["log.tags=[a, team/b=c/d, b/]"], "log.tags ('b/') must have 1 to 64 characters: letters, digits, and _"),
-        (2, ["log.profile=1:2", "log.profile_ranks=[0, 2, 5]"], "log.profile_ranks (2 and 5) must be below the"),
-        (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
-        (2, ["precision.matmul=fp8", "parallel.tensor=2"], "the part of model.intermediate_size that each of 2"),
-        (2, ["parallel.context=2", "parallel.context_keys=ring", "compile.enabled=true"], "parallel.context_keys"),
-    ],
-)
-def test_what_does_not_fit(world: int, overrides: list[str], told: str) -> None:
-    assert problem(*overrides, world=world).startswith(told)
-
-
-@pytest.mark.parametrize(
     "keys",
     [
         ["data.streaming=true", "data.path=a.jsonl"],
@@ -108,7 +81,7 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
     assert Layout(8, tensor=2, context=2).coordinates(6) == {"pp": 0, "dp": 1, "cp": 1, "tp": 0}
 
 
-def test_a_layout_checks_itself() -> None:
+def test_a_layout_checks_itself_and_is_recorded_under_the_names_of_the_format() -> None:
     for world, tensor, least in ((2, 2, 4), (6, 4, 8)):
         told = rf"number of ranks \({world}\) must be a multiple of .*\({tensor} × 2 = {least}\): nearest {least}"
         with pytest.raises(ConfigError, match=told):
@@ -118,9 +91,6 @@ def test_a_layout_checks_itself() -> None:
     assert len(caught.value.problems) == 2
     with pytest.raises(ConfigError, match="nearest 6 or 12"):
         Layout(3).accumulation(load_config("llama2-tiny").train)
-
-
-def test_a_manifest_records_a_layout_under_the_names_of_its_format() -> None:
     recorded = Layout(8, tensor=2, sequence_parallel=True, pipeline=2).recorded()
     assert recorded == {"world": 8, "tensor": 2, "sequence": True, "pipeline": 2, "virtual": 1, "data": 2}
     parts = [Layout(8, tensor=4, sequence_parallel=sequence).sequence_parts for sequence in (False, True)]

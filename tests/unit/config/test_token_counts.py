@@ -8,7 +8,6 @@ from tests.unit.config.refusals import problem
 
 TOKENS_OF_STEP = 8 * 256
 """Of llama-small."""
-WSD = "optimizer.schedule=wsd"
 POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
 
 
@@ -51,22 +50,6 @@ def test_a_text_that_is_neither_is_one_sentence() -> None:
 
 def refused(*overrides: str) -> str:
     return problem(*overrides, recipe="llama-small", world=2)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "start"),
-    [
-        ((WSD,), "optimizer.decay_steps must be given with optimizer.schedule wsd"),
-        ((WSD, "optimizer.decay_steps=300"), "optimizer.decay_steps (300) must be at most 216"),
-        (("optimizer.decay_steps=3",), "optimizer.decay_steps (3) must be left out"),
-        (("optimizer.points=[{at: 1, factor: 1}]",), "optimizer.points must be left out"),
-        (POINTS, "optimizer.points must be given with optimizer.schedule points"),
-        ((*POINTS, "optimizer.points=[{at: 5, factor: 1}, {at: 5, factor: 2}]"), "optimizer.points must have rising"),
-        ((*POINTS[:1], "optimizer.points=[{at: 5, factor: 1}]"), "optimizer.warmup_steps (24) and optimizer.min_lr"),
-    ],
-)
-def test_a_wrong_schedule_is_one_sentence(overrides: tuple[str, ...], start: str) -> None:
-    assert refused(*overrides).startswith(start)
 
 
 def test_steps_follow_a_batch_by_a_rule_where_the_tokens_are_to_stay() -> None:
