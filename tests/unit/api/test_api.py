@@ -32,18 +32,12 @@ def failing(event: dict[str, Any]) -> None:
         raise ValueError("no room")
 
 
-# ---- recipes
-
-
-def test_sections_and_dotted_keys_are_the_same() -> None:
+def test_sections_dotted_keys_and_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     by_section = shardwise.load_recipe("llama2-tiny", train={"steps": 7, "seed": 3}, parallel={"tensor": 2})
     dotted = shardwise.load_recipe("llama2-tiny", **{"train.steps": 7, "train.seed": 3, "parallel.tensor": 2})
     assert by_section == dotted
     assert (by_section.train.steps, by_section.parallel.tensor) == (7, 2)
     assert by_section.train.global_batch == shardwise.load_recipe("llama2-tiny").train.global_batch
-
-
-def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     config = shardwise.load_recipe(
         "llama2-tiny",
         data={"path": tmp_path / "corpus.jsonl"},
@@ -68,9 +62,6 @@ def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
     before = json.dumps(values)
     assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
     assert json.dumps(values) == before
-
-
-# ---- runs
 
 
 def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
@@ -152,21 +143,6 @@ def test_a_task_of_mpirun_is_a_rank(recipe: str, monkeypatch: pytest.MonkeyPatch
         shardwise.train(shardwise.load_recipe(recipe, parallel={"tensor": 2, "pipeline": 2}))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
-        ({"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
-        ({"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
-    ],
-    ids=lambda case: str(case)[:40],
-)
-def test_wrong_arguments_of_a_training_are_refused(arguments: dict[str, Any], text: str, recipe: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        shardwise.train(**{"config": shardwise.load_recipe(recipe), **arguments})
-    assert not Path("runs").exists()
-
-
 @pytest.mark.slow
 def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -181,22 +157,23 @@ def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("overrides", "arguments", "problem"),
     [
-        ({"parallel": {"tensor": 2}}, r"the number of ranks \(1\).*torchrun --nproc_per_node=2"),
-        ({"data": {"dataset": None}}, r"data.path, data.blend or data.dataset must name the data"),
-        ({"train": {"global_batch": 9}}, r"train.global_batch \(9\) must be a multiple"),
-        ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, r"there is no module nowhere"),
+        ({}, {"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
+        ({}, {"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
+        ({}, {"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
+        ({"parallel": {"tensor": 2}}, {}, r"the number of ranks \(1\).*torchrun --nproc_per_node=2"),
+        ({"data": {"dataset": None}}, {}, r"data.path, data.blend or data.dataset must name the data"),
+        ({"train": {"global_batch": 9}}, {}, r"train.global_batch \(9\) must be a multiple"),
+        ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, {}, r"there is no module nowhere"),
     ],
-    ids=["ranks", "data", "batch", "model"],
 )
-def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dict[str, Any], problem: str) -> None:
+def test_what_is_wrong_is_one_sentence_before_a_step(
+    recipe: str, overrides: dict[str, Any], arguments: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
-        shardwise.train(shardwise.load_recipe(recipe, **overrides))
+        shardwise.train(**{"config": shardwise.load_recipe(recipe, **overrides), **arguments})
     assert not Path("runs").exists()
-
-
-# ---- plans
 
 
 def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:

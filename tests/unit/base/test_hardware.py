@@ -106,27 +106,25 @@ def test_torch_is_asked_where_files_do_not_tell(
     assert hardware.accelerators(devices(tmp_path, present)) == (("xpu", 3) if asked else ("cpu", 0))
 
 
-@pytest.mark.parametrize(("printed", "counted"), [("a note\nxpu 3\n", ("xpu", 3)), ("a note\n", ("cpu", 0))])
-def test_what_torch_prints_beside_its_devices_is_no_number(
-    printed: str, counted: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed))
-    assert hardware._counted_by_torch.__wrapped__() == counted
+def test_what_torch_prints_beside_its_devices_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for printed, counted in [("a note\nxpu 3\n", ("xpu", 3)), ("a note\n", ("cpu", 0))]:
+        monkeypatch.setattr(
+            "subprocess.run", lambda *_, printed=printed, **__: SimpleNamespace(returncode=0, stdout=printed)
+        )
+        assert hardware._counted_by_torch.__wrapped__() == counted
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_what_multiplies_bfloat16(tmp_path: Path) -> None:
+    for text, expected in [
         ("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "AMX"),
         ("flags\t\t: fpu avx2 avx512_bf16\n", "AVX512-BF16"),
         ("flags\t\t: fpu avx2 avx512f\n", ""),
         (None, None),
-    ],
-)
-def test_what_multiplies_bfloat16(text: str | None, expected: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "cpuinfo").write_text(text)
-    assert hardware.bfloat16_unit(tmp_path / "cpuinfo") == expected
+    ]:
+        (tmp_path / "cpuinfo").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "cpuinfo").write_text(text)
+        assert hardware.bfloat16_unit(tmp_path / "cpuinfo") == expected
 
 
 GIB = 2**30

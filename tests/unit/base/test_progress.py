@@ -82,7 +82,7 @@ def test_a_log_has_a_line_every_half_minute(clock: SimpleNamespace) -> None:
     ]
 
 
-def test_short_work_shows_nothing(screen: Screen) -> None:
+def test_short_and_hidden_work_shows_nothing(screen: Screen) -> None:
     """On a terminal, work that ends within the first wait draws nothing; in a log, within half a minute."""
     log = io.StringIO()
     for stream, waits in ((screen.stream, [module.AFTER_SECONDS, module.EVERY_SECONDS]), (log, [module.EVERY_SECONDS])):
@@ -90,6 +90,14 @@ def test_short_work_shows_nothing(screen: Screen) -> None:
         progress("working", 10, "").show(stream, turns)
         assert turns.waits == waits
     assert screen.text() + log.getvalue() == ""
+    # The progress of other ranks, secrets and control characters.
+    with progress("working", 2, "graph", shown=False) as advance:
+        advance(2)
+    assert screen.text() == ""
+    with progress("fetching https://host/x?token=abc \x1b[31m", 1):
+        pass
+    assert "abc" not in screen.text()
+    assert "\x1b[31m" not in screen.text()
 
 
 def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: SimpleNamespace) -> None:
@@ -119,14 +127,3 @@ def test_an_error_in_the_middle_is_kept(screen: Screen, error: type[BaseExceptio
     assert "1 of 2 graphs" in screen.text()
     assert screen.text().rstrip("\r").endswith("\x1b[2K")
     assert "progress" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_what_is_never_shown(screen: Screen) -> None:
-    """The progress of other ranks, secrets and control characters."""
-    with progress("working", 2, "graph", shown=False) as advance:
-        advance(2)
-    assert screen.text() == ""
-    with progress("fetching https://host/x?token=abc \x1b[31m", 1):
-        pass
-    assert "abc" not in screen.text()
-    assert "\x1b[31m" not in screen.text()
