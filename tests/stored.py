@@ -20,7 +20,6 @@ from shardwise.checkpoint.storage.root import Root
 Tensor = tuple[str, npt.NDArray[Any]]
 """(dtype of the format, values or their bits)."""
 Tensors = Mapping[str, Mapping[str, Tensor]]
-
 MODEL_CONFIG = {"family": "llama", "hidden_size": 6, "num_hidden_layers": 1, "vocab_size": 11}
 
 

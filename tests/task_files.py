@@ -22,7 +22,6 @@ _TEXTS = [
 ]
 VOCABULARY = 333
 WINDOW = 48
-
 _COMMON = """\
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}

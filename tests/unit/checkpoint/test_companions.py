@@ -132,8 +132,6 @@ def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(weights: Path) -> No
 
 
 MIXED = "It's 1234567 o'clock,  two  spaces\n\n\tand DON'T 99 über-naïve 修道士!!! "
-
-
 QWEN2: dict[str, Any] = {
     "family": "qwen2", "vocab_size": 305, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 64,

@@ -80,7 +80,6 @@ BROKEN = st.text(max_size=12) | st.sampled_from(
 )
 OVERRIDES = st.lists(st.one_of(GOOD, GOOD, GOOD, WRONG, BROKEN), max_size=4)
 WORLD = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 64, 256, 1024])
-
 NEVER = re.compile(
     r"pydantic|Traceback|<class|validation error|object at 0x|shardwise\.config|KeyError|NoneType", re.IGNORECASE
 )

@@ -43,8 +43,6 @@ ROPE_SCALINGS: list[dict[str, Any]] = [
         "original_max_position_embeddings": 512,
     },
 ]  # fmt: skip
-
-
 KINDS = listing(_families_by_model_type(), "or")
 
 
@@ -368,9 +366,6 @@ def test_files_that_are_no_configuration_or_not_there(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             read_hugging_face(path)
-
-
-# ---- fields that a family does not read
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from tests.unit.config.refusals import layout_of, problems
 
 ROWS = parse_yaml(Path(__file__).with_name("refusals.yaml").read_text("utf-8"), "refusals.yaml")
 BITWISE = "train.bitwise=true"
-
-
 WORDS = re.compile(r"(?:(?P<recipe>[a-z]+-[a-z]+) )?(?:(?P<world>\d+)(?: |$))?(?P<keys>.*)")
 
 

@@ -116,8 +116,6 @@ def test_a_gradient_that_no_layer_sums_stays_partial(grain: int | None) -> None:
     assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
 
 
-# ---- drawing
-
 CUTS: dict[str, Callable[[Group, Init], Piece]] = {
     "rows": lambda group, init: placement.Piece.rows("w", (144, 24), group, init),
     "padded rows": lambda group, init: placement.Piece.rows("w", (131, 24), group, init),
@@ -214,9 +212,6 @@ def test_fused_qkv_is_three_canonical_tensors(degree: int, kv_heads: int) -> Non
         count = times_held(pieces[f"{name}.weight"], (held, 16))
         assert bool((count == wanted).all()), f"{name}: rows are held {count.unique().tolist()} times, not {wanted}"
         assert all(piece.partial == (wanted > 1) for piece in pieces[f"{name}.weight"])
-
-
-# ---- the record on a parameter
 
 
 def test_names_left_open_are_completed_with_the_modules_path() -> None:

@@ -117,8 +117,6 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
     assert [bucket.elements for bucket in bucket_shapes(case)] == made
 
 
-# ---- what the families do otherwise
-
 OUTPUTS, INPUTS = "outputs of attention and MLP", "inputs of attention and MLP"
 SEQUENCE = Layout(2, tensor=2, sequence_parallel=True)
 

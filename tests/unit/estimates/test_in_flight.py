@@ -41,9 +41,6 @@ def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
     return found
 
 
-# ---- parameters
-
-
 def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[tuple[int, bool]]:
     """What the model's stages of one rank store, each parameter once: elements, and whether it is a matrix."""
     chosen = config(name)
@@ -87,9 +84,6 @@ def test_the_vocabularys_multiple_is_padding() -> None:
     assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
     assert rows[64] - rows[1] == 2 * (64 - 25) * H  # type: ignore[operator]
     assert checkpoint_bytes(chosen) == checkpoint_bytes(config("llama"))
-
-
-# ---- memory
 
 
 def test_a_pipeline_of_one_is_none() -> None:

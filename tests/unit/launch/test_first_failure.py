@@ -25,13 +25,9 @@ def test_a_report_that_was_cut_off_is_none(tmp_path: Path) -> None:
 
 
 REPORT = Failure(0, "connection closed by peer", 1)
-
-
 WAITED = Failure(
     0, "rank 0 waited for x of micro-batch 3 from stage 1 (rank 1), and lost the connection", 1, waited=True
 )
-
-
 LOST = Failure(0, "rank 0 lost the connection to another rank during forward", 1, waited=True)
 
 

@@ -33,7 +33,6 @@ from tests.unit.layers.groups import pretend_group
 from tests.unit.layers.makers import MAKERS
 
 FOUR = pretend_group(1, 4)
-
 REFUSED: dict[str, Callable[[], object]] = {
     r"output size \(10\) .* size \(4\)": lambda: MergedColumnParallelLinear(8, (8, 10), group=FOUR, names=("a", "b")),
     r"input size \(10\) .* size \(4\)": lambda: RowParallelLinear(10, 8, group=FOUR),

@@ -85,8 +85,6 @@ class ReadsData(Attending):
 
 
 ATTENDING = f"{__name__}:Attending"
-
-
 Plain = batch_first(plain.Decoder)
 FAMILIES = {"plain": f"{__name__}:Plain", "sharded": "examples.own_model.sharded:Decoder"}
 

@@ -20,7 +20,6 @@ SIZES: dict[str, Any] = {
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.7 * i for i in range(8)]
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32}
-
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "default": {"rope_type": "default"},

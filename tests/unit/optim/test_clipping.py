@@ -78,9 +78,6 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked() -> None:
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-# ---- gradients that change once their reduction has begun
-
-
 def clip(model: Net) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 

@@ -55,8 +55,6 @@ class Late(torch.optim.SGD):
 
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 REFUSED = ["LBFGS", "Adafactor", "SparseAdam"] + [name for name in ("Muon",) if hasattr(torch.optim, name)]
-
-
 OPTIONS: list[dict[str, Any]] = [{name: True} for name in ("fused", "foreach", "amsgrad", "maximize")]
 OPTIONS.append({"lr": torch.tensor(1e-3)})
 # It wants parameters on an accelerator, where the trial is not.

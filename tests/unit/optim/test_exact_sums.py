@@ -57,9 +57,6 @@ def test_limbs_of_many_ranks_hold_the_sum(sums: list[int], ranks: int) -> None:
     assert found == [math.sqrt(math.ldexp(float(total), -320)) for total in sums]
 
 
-# ---- atoms
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("atom", [1, 8, 32])
 @given(

@@ -80,9 +80,6 @@ def train_both(
         yield reference.ratios
 
 
-# ---- the algorithm
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_alone_it_is_the_papers_algorithm(dtype: torch.dtype, tolerance: float) -> None:
     plain, ours = make().to(dtype), make().to(dtype)
@@ -143,9 +140,6 @@ def test_ratio_is_one_where_a_norm_is_zero(build: Any) -> None:
     optimizer.step()
     torch.testing.assert_close(zero, torch.tensor([-0.1, 0.1, -0.1]), rtol=1e-5, atol=0)
     assert torch.equal(still, torch.zeros(2))
-
-
-# ---- what a training script does with an optimizer
 
 
 # ---- what it refuses

@@ -12,8 +12,6 @@ from shardwise import ZeroRedundancyOptimizer
 from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, Net, Pair, assert_equal, batch, make, set_to_none, sharded, train
 
-# ---- the same training
-
 
 CLASSES = [
     ("AdamW", {"foreach": False}),
@@ -125,9 +123,6 @@ def test_named_parameters_and_closure() -> None:
     optimizer.load_state_dict(state)
 
 
-# ---- gradients, however they come
-
-
 def set_to_zero(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
 
@@ -199,9 +194,6 @@ def test_backward_after_the_reduction_is_an_error() -> None:
     optimizer.step()
 
 
-# ---- parameters that change
-
-
 def test_param_group_added_during_training() -> None:
     plain, ours = make(), make()
     reference = torch.optim.AdamW(plain.first.parameters(), lr=0.01)
@@ -243,6 +235,3 @@ def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wan
     change(model)
     with pytest.raises(RuntimeError, match=wanted):
         train(model, optimizer, 1)
-
-
-# ---- saving

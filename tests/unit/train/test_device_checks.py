@@ -85,8 +85,6 @@ def test_nothing_invalid_is_advised() -> None:
     assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
 
 
-# ---- accelerators
-
 GIB = 2**30
 FP8 = {"matmul": "fp8"}
 REFUSED = "refused: memory of parameters, gradients and optimizer"

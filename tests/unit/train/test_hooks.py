@@ -110,9 +110,6 @@ def test_the_optimizer_gets_what_its_constructor_names() -> None:
     assert options == {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.5}  # neither betas nor eps
 
 
-# ---- what the reader gives
-
-
 def reader_config(name: str, **train: Any) -> Any:
     return make_config(hooks={"data": f"{HERE}:{name}"}, train=train)
 
@@ -150,9 +147,6 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
     told, length = str(caught.value), "2 to train.sequence_length + 1 (17)"
     assert told.endswith(f"and it is {found}")
     assert f"sample 0 must be a row of {length} whole numbers below model.vocab_size (131)" in told
-
-
-# ---- what is refused before ranks start
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,6 @@ STEP_FIELDS = [
     "peak_memory_bytes", "loss_spike", "split_seconds", "waited_seconds", "communication_bytes", "memory_bytes",
     "straggler",
 ]  # fmt: skip
-
-
 PLACE_OF_RANK_3 = {"pp": 0, "dp": 1, "tp": 1}
 
 
@@ -399,9 +397,6 @@ def test_a_spike_and_a_slow_rank_are_warned_of_once(tmp_path: Path) -> None:
         "what its own fastest 20 steps took",
     ):
         assert text in stream.getvalue()
-
-
-# ---- rank 0's own log
 
 
 @pytest.mark.parametrize("terminal", [100], indirect=True)

@@ -45,8 +45,6 @@ ID = "0123456789abcdef"
 OTHER, NAMED = "fedcba9876543210", "00ff00ff00ff00ff"
 STARTS = [(ID, 1, 2, 0), (ID, 2, 3, 0), (ID, 2, 3, 1), (ID, 4, 4, 1), (OTHER, 1, 1, 0)]
 """A run that does a step again after a crash, goes back, and continues; another run in a folder of the same name."""
-
-
 NAMES = {"project": "ablations", "run_name": "lr 3e-4", "tags": ["small", "team=nlp"]}
 """The keys of `log` by which trackers know a run."""
 

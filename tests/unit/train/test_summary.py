@@ -97,9 +97,6 @@ def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once
     )
 
 
-# ---- a pipeline
-
-
 def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
     chosen = config(**{"global_batch": 8, "micro_batch": 1, **train})
     parallel = {"pipeline": pipeline, "schedule": schedule, "tensor": 2}

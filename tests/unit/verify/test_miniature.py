@@ -97,9 +97,6 @@ def test_with_bits_all_layouts_have_micro_batches_of_two_samples() -> None:
     assert {miniature_at_cell(bits, cell).train.micro_batch for cell in (*cells, Cell())} == {2}
 
 
-# ---- the verdict
-
-
 def test_the_tolerance_is_that_of_the_dtypes() -> None:
     def tolerance(*overrides: str) -> Tolerance:
         return Tolerance.of(miniature(load_config("llama2-tiny", overrides), [Cell()], 2, has_accelerator=False))

@@ -115,9 +115,6 @@ def test_what_may_be_intact_stays(root: Root, monkeypatch: pytest.MonkeyPatch) -
     assert steps(removable_folders(root, 2)[0]) == [300]
 
 
-# ---- after a save
-
-
 def lengths(root: Root, *steps: int) -> dict[int, dict[str, int]]:
     """Of checkpoints as they were saved."""
     return {step: {each.path: each.bytes for each in Manifest.read(root / step_name(step)).files} for step in steps}
@@ -168,9 +165,6 @@ def test_setting_aside(root: Root) -> None:
         "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
     ]  # fmt: skip
     assert steps(removable_folders(root, 2)[0]) == [100], "what is set aside counts for keep"
-
-
-# ---- one in place of another
 
 
 class Killed(BaseException):

@@ -140,9 +140,6 @@ def test_what_is_complete_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     assert tmp_path.stat().st_ino in flushed
 
 
-# ---- the first contact with a place
-
-
 def test_a_place_that_can_be_written_is_left_as_it_was(root: Root) -> None:
     behind.require_writable_folder(root)
     assert root.names() == []
