@@ -214,7 +214,7 @@ def test_fused_qkv_is_three_canonical_tensors(degree: int, kv_heads: int) -> Non
         assert all(piece.partial == (wanted > 1) for piece in pieces[f"{name}.weight"])
 
 
-def test_names_left_open_are_completed_with_the_modules_path() -> None:
+def test_records_of_parameters() -> None:
     merged = MergedColumnParallelLinear(4, (2, 2), names=("gate", "up"))
     model = nn.ModuleDict({"plain": nn.Linear(2, 3), "mlp": merged, "emb": ParallelEmbedding(5, 4)})
     names = {path: [piece.name for piece in record.pieces] for path, _, record in placement.placements(model)}
@@ -225,26 +225,17 @@ def test_names_left_open_are_completed_with_the_modules_path() -> None:
         "mlp.bias": ["gate.bias", "up.bias"],
         "emb.weight": ["emb.weight"],
     }
-
-
-def test_a_tied_weight_is_listed_once() -> None:
     embedding = ParallelEmbedding(5, 4)
     head = nn.Module()
     head.weight = embedding.weight
     listed = list(placement.placements(nn.ModuleDict({"emb": embedding, "head": head})))
     assert [path for path, _, _ in listed] == ["emb.weight"]
-
-
-def test_a_parameter_without_a_record_is_whole_everywhere() -> None:
     record = placement.of_or_whole(nn.Parameter(torch.ones(3, 4)), "foreign")
     (piece,) = record.pieces
     assert (piece.name, piece.shape, piece.box, piece.local) == ("foreign", (3, 4), Box.whole((3, 4)), piece.box)
     assert not piece.partial
     assert record.numel == 12
-
-
-def test_parameters_that_share_their_ranks_are_exchanged_together() -> None:
-    """`canonical_tensors` exchanges the pieces of all parameters with equal holders at once."""
+    # `canonical_tensors` exchanges the pieces of all parameters with equal holders at once.
     group = pretend_group(0, 2)
     pieces = [Piece.columns(name, (4, 4), group, NORMAL) for name in ("gate", "up")]
     assert len({Placement((piece,), group).holders for piece in pieces}) == 1

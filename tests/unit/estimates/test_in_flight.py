@@ -86,12 +86,22 @@ def test_the_vocabularys_multiple_is_padding() -> None:
     assert checkpoint_bytes(chosen) == checkpoint_bytes(config("llama"))
 
 
-def test_a_pipeline_of_one_is_none() -> None:
+def test_the_ranks_of_pipelines_that_hold_losses_and_need_most() -> None:
     chosen = config(pipeline=1, schedule="gpipe")
     (found,) = memory(chosen)
     assert found.pipeline == 0
     assert found == expected_memory(config(pipeline=1, train={"global_batch": 1}), Layout(1))
     assert "pipeline" not in dict(found.rows())
+    for schedule, last in (("1f1b", 3), ("zbv", 0)):
+        found = memory(config(schedule=schedule, pipeline=4 if schedule == "1f1b" else 2))
+        assert [one.loss > 0 for one in found] == [rank == last for rank in range(len(found))]
+    # The loss makes them in its forward pass, [V, H] in float32 each.
+    gpipe, alternating = (memory(config(schedule=schedule))[1] for schedule in ("gpipe", "1f1b"))
+    assert gpipe.loss - alternating.loss == (M - 1) * (4 * 50 * H + X)
+    chosen = config(pipeline=4)
+    layout, by_rank = check_layout(chosen, 4), memory(chosen)
+    assert expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
+    assert [expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
 
 
 @pytest.mark.parametrize(("schedule", "flying"), [("gpipe", [M, M, M, M]), ("1f1b", [4, 3, 2, 1])])
@@ -120,25 +130,6 @@ def test_messages_have_memory_of_their_own(schedule: str, frees: bool, monkeypat
         assert sent % X == 0
         least, most = (1, 3) if frees else (2, 4)
         assert least * M * messages // 4 * X <= sent <= most * M * messages // 4 * X
-
-
-def test_the_loss_is_the_last_ranks() -> None:
-    for schedule, last in (("1f1b", 3), ("zbv", 0)):
-        found = memory(config(schedule=schedule, pipeline=4 if schedule == "1f1b" else 2))
-        assert [one.loss > 0 for one in found] == [rank == last for rank in range(len(found))]
-
-
-def test_gpipe_keeps_the_heads_gradients_of_all_micro_batches() -> None:
-    """The loss makes them in its forward pass, [V, H] in float32 each."""
-    gpipe, alternating = (memory(config(schedule=schedule))[1] for schedule in ("gpipe", "1f1b"))
-    assert gpipe.loss - alternating.loss == (M - 1) * (4 * 50 * H + X)
-
-
-def test_the_rank_that_needs_most_is_what_is_expected() -> None:
-    chosen = config(pipeline=4)
-    layout, by_rank = check_layout(chosen, 4), memory(chosen)
-    assert expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
-    assert [expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
 
 
 def test_a_walk_through_an_order() -> None:

@@ -215,18 +215,12 @@ def test_the_peak_is_the_largest_of_all_moments(model: str, recompute: str) -> N
     assert memory.total >= state + memory.activations + memory.loss
 
 
-def test_an_accelerators_fused_norm_keeps_less() -> None:
+def test_what_norms_losses_and_tied_heads_hold() -> None:
     chosen = config(mode="bfloat16")
     difference = estimate(chosen).activations - estimate(chosen, accelerator=True).activations
     assert difference == 7 * 128 * 64 * (2 * 4 - 2)
-
-
-def test_the_loss_holds_a_chunk_of_logits_however_many_tokens() -> None:
     few, many = (estimate(config(length=length, micro_batch=8)).loss for length in (1024, 8192))
     assert many - few == 4 * 64 * 8 * (8192 - 1024)  # only the gradient of the input grows
-
-
-def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     chosen = make_config(
         section("bert", **SIZES | {"vocab_size": 500_000}), data={"max_predictions": 1}, precision={"mode": "mixed"}
     )

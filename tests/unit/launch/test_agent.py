@@ -120,14 +120,11 @@ def _children(pid: int) -> Iterator[str]:
         yield Path(f"/proc/{child}/comm").read_text()
 
 
-def test_an_agent_that_is_killed_while_it_imports_is_named(probe: list[str], tmp_path: Path) -> None:
+def test_an_agent_that_is_killed_or_gets_no_job_ends(probe: list[str], tmp_path: Path) -> None:
     with local.agent_ahead(2) as process:
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(LaunchError, match=r"^the process that starts the ranks was killed by SIGKILL$"):
             launch(probe, 2, tmp_path)
-
-
-def test_an_agent_that_gets_no_job_ends() -> None:
     with local.agent_ahead(2) as first, local.agent_ahead(2) as second:
         assert first is second
     assert first.returncode == -signal.SIGKILL

@@ -60,13 +60,10 @@ def test_a_loss_that_is_not_finite_comes_again_without_a_checkpoint(checkpoint: 
     assert (facts["checkpoint"], facts["resume"] is not None) == (checkpoint, checkpoint > 0)
 
 
-def test_a_start_that_took_no_step_loses_none(run: Path) -> None:
+def test_lines_of_a_failure_before_a_step_and_with_a_traceback(run: Path) -> None:
     lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
     assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")
     assert not any("lost" in line for line in lines)
-
-
-def test_the_line_of_the_traceback_is_that_of_the_log(run: Path) -> None:
     log = run / "logs/rank-0001.log"
     failure = Failure(1, f"rank 1 failed: ValueError: x\ntraceback: {log}", 1)
     lines = failure_text(failure, run, FIRST, None).splitlines()

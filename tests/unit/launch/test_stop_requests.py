@@ -68,14 +68,11 @@ def test_before_training_a_signal_ends_at_once() -> None:
             os.kill(os.getpid(), number)
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+def test_an_ignored_signal_and_a_process_that_leaves_hear_nothing(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop_requests.install()
     os.kill(os.getpid(), signal.SIGHUP)
     assert stop_requests.requested(tmp_path) is None, "nohup means it"
-
-
-def test_a_process_that_leaves_hears_nothing(tmp_path: Path) -> None:
     stop_requests.install()
     stop_requests.ignore()
     for number in stop_requests.SIGNALS:

@@ -50,15 +50,12 @@ def test_bert_attends_to_all_tokens_and_predicts_few() -> None:
     assert flops_per_token(BERT_LARGE, 128) == flops_per_token(BERT_LARGE, 128, 20)  # ⌈0.15 · 128⌉
 
 
-def test_recompute_repeats_the_forward_pass() -> None:
+def test_recompute_and_utilization() -> None:
     core, blocks = 4 * 32 * 4096 * 2048, 2 * (6_607_077_376 - 32000 * 4096)
     for fused in (False, True):
         assert recomputed_flops_per_token(LLAMA2_7B, 4096, "none", fused_attention=fused) == 0
         assert recomputed_flops_per_token(LLAMA2_7B, 4096, "selective", fused_attention=fused) == (0 if fused else core)
         assert recomputed_flops_per_token(LLAMA2_7B, 4096, "full", fused_attention=fused) == core + blocks
-
-
-def test_utilization_is_a_share_of_all_ranks_peak_and_never_invented() -> None:
     assert model_flops_utilization(1e9, 4000.0, 8, 1e12) == pytest.approx(0.5)
     assert model_flops_utilization(1e9, 4000.0, 8, None) is None
     assert model_flops_utilization(flops_per_token(OWN.model, 128), 4000.0, 8, 1e12) is None

@@ -107,18 +107,15 @@ def test_flops_and_bytes_are_those_of_the_formula(family: str) -> None:
     assert memory.activations + memory.loss == pytest.approx(shapes.saved_bytes, rel=0.3)
 
 
-def test_grouped_products_are_counted() -> None:
+def test_grouped_products_and_convolutions_are_counted() -> None:
     """torch 2.13 counts none of them (findings/torch-grouped-mm-autocast-and-flops.sh)."""
     assert own_shapes(config_of(f"{__name__}:Sparse")).token_flops == 6 * (H * H + H * V)
-
-
-@pytest.mark.parametrize(("groups", "accelerator"), [(4, False), (H, True)])
-def test_convolutions_have_the_flops_of_their_groups(groups: int, accelerator: bool) -> None:
-    """torch 2.13 does not divide a weight's gradient (findings/torch-flop-counter-grouped-convolutions.sh)."""
-    for transposed, length in (False, S + 3), (True, S):
-        keys = {"groups": groups, "transposed": transposed}
-        shapes = own_shapes(config_of(f"{__name__}:Depthwise", **keys), accelerator)
-        assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
+    # torch 2.13 does not divide a weight's gradient (findings/torch-flop-counter-grouped-convolutions.sh).
+    for groups, accelerator in [(4, False), (H, True)]:
+        for transposed, length in (False, S + 3), (True, S):
+            keys = {"groups": groups, "transposed": transposed}
+            shapes = own_shapes(config_of(f"{__name__}:Depthwise", **keys), accelerator)
+            assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
 
 
 def test_the_bytes_are_those_of_a_real_forward_pass() -> None:

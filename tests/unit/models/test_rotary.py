@@ -133,7 +133,7 @@ def test_turning_and_its_gradient_are_hugging_faces() -> None:
     assert torch.equal(x.detach(), before), "x was turned in place"
 
 
-def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone() -> None:
+def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone_and_second_derivatives() -> None:
     torch.manual_seed(0)
     widths = (3, 2, 2)
     x = torch.randn(6, 2, 7, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -147,9 +147,6 @@ def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone() -> None:
     assert all(map(torch.equal, found, wanted))
     gradients = [torch.autograd.grad(parts, x, pull)[0] for parts in (found, wanted)]
     assert torch.equal(*gradients)
-
-
-def test_queries_and_keys_side_by_side_have_second_derivatives() -> None:
     x = torch.randn(2, 1, 4, 6, dtype=torch.float64, requires_grad=True)
     tables = torch.randn(2, 2, 1, 1, 2, dtype=torch.float64).unbind()
 

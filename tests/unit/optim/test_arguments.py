@@ -30,7 +30,7 @@ def test_unknown_options_are_refused_by_name(given: dict[str, Any], message: str
     assert message in str(raised.value)
 
 
-def test_options_of_the_wrapped_class_are_its_own() -> None:
+def test_options_of_the_wrapped_class_are_its_own_and_what_replaces_others_is_taken() -> None:
     """Also where they have the name of a replaced one, or go through its `**options`."""
 
     class Own(torch.optim.SGD):
@@ -39,19 +39,7 @@ def test_options_of_the_wrapped_class_are_its_own() -> None:
             super().__init__(params, lr, **options)
 
     ZeroRedundancyOptimizer(make().parameters(), Own, clip_grad=2.0, pin_layout=False, momentum=0.9)
-
-
-def test_what_replaces_an_argument_is_taken() -> None:
     assert not NAMES & set(ARGUMENTS["optimizer"])
     for advice in ARGUMENTS["optimizer"].values():
         words = [word for word in advice.split() if "=" in word and not word.startswith("accumulate(")]
         assert {word.split("=")[0] for word in words} <= NAMES, advice
-
-
-def test_the_first_positional_arguments_are_those_of_torch_xla() -> None:
-    """None is torch_xla's default of optimizer_dtype."""
-    parameters = make().bfloat16().parameters()
-    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, None, True, 0.5, lr=0.1)
-    assert optimizer.defaults["lr"] == 0.1
-    assert (optimizer.grad_clipping, optimizer.max_norm) == (True, 0.5)
-    assert {bucket.master.dtype for bucket in optimizer.buckets} == {torch.float32}

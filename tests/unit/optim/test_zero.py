@@ -12,7 +12,6 @@ from shardwise import ZeroRedundancyOptimizer
 from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, Net, Pair, assert_equal, batch, make, set_to_none, sharded, train
 
-
 CLASSES = [
     ("AdamW", {"foreach": False}),
     ("AdamW", {"foreach": True, "amsgrad": True}),

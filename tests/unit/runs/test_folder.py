@@ -219,7 +219,7 @@ def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp
     assert restored.key() != key
 
 
-def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_fault_21_what_cannot_be_written_or_read_is_a_sentence(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     for path in (run.config, run.metrics, run.path / "stop.json"):
         path.mkdir()
@@ -232,9 +232,6 @@ def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     for problem, write in writers.items():
         with pytest.raises(ConfigError, match=problem):
             write()
-
-
-def test_a_configuration_with_several_problems_is_one_sentence(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path).create()
     run.config.write_text("model: 1\nmodel: 2\nmodel: 3\n", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:

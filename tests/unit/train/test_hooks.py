@@ -63,7 +63,7 @@ def test_all_hooks_together_are_recorded_and_continued(recipe: str, capsys: pyte
     assert f"was trained on hooks.data ({HERE}:Reader), code that an evaluation does not run" in capsys.readouterr().err
 
 
-def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
+def test_callbacks_stop_runs_with_a_checkpoint_and_those_that_they_end_have_failed(recipe: str) -> None:
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(StoppedError, match=r"hooks\.callbacks \(tests\.own_hooks:stop_at_2\)"):
         shardwise.train(config, run_dir="runs/a", callbacks=[own_hooks.stop_at_2])
@@ -74,16 +74,14 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
     with pytest.raises(RunError, match=told):
         shardwise.train(config, callbacks=[own_hooks.breaks])
 
-
-def test_fault_19_a_run_that_a_hook_ends_has_failed(recipe: str) -> None:
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "step":
             sys.exit(0)
 
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(RunError, match=r"hooks\.callbacks \(.*\) failed: sys\.exit\(0\) was called \(.*, line \d+\)"):
-        shardwise.train(config, run_dir="runs/a", callbacks=[hear])
-    run = RunView(Path("runs/a"), all_steps=False)
+        shardwise.train(config, run_dir="runs/ended", callbacks=[hear])
+    run = RunView(Path("runs/ended"), all_steps=False)
     assert (run.state, run.results) == ("failed", {})
 
 

@@ -215,13 +215,6 @@ def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
     assert told == ["log.trackers: wandb failed and records no more of this run (no answer)"] * 4
 
 
-def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment_trackers.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
-        require_trackers(["trackio"])
-    assert require_trackers([]) == ()
-
-
 def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB")]:
@@ -231,3 +224,7 @@ def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch
     assert note.startswith("log.trackers: wandb has no key on this machine, so it records in the run's folder, and")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert require_trackers(["wandb"]) == ()
+    monkeypatch.setattr(experiment_trackers.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
+        require_trackers(["trackio"])
+    assert require_trackers([]) == ()

@@ -46,16 +46,13 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     return made.saved, stop
 
 
-def test_every_few_steps_and_at_the_last() -> None:
+def test_a_run_saves_every_few_steps_at_the_last_and_at_a_stop() -> None:
     """The place in the data is ahead of the samples."""
     found, stop = saved(2)
     assert (list(found), stop) == ([2, 4, 5], None)
     found, _ = saved(0)
     assert list(found) == [5]
     assert (found[5]["samples"], found[5]["position"]) == (40, 64)
-
-
-def test_a_stop_is_saved_and_told() -> None:
     found, stop = saved(0, stopped_at=3)
     assert (list(found), stop) == ([3], "somebody")
 

@@ -25,7 +25,7 @@ def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
     assert changed.parallel.tensor == 2
 
 
-def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
+def test_a_replay_that_ended_earlier_or_has_other_tensors_differs_there() -> None:
     state = RecordedHash("0" * 16, {})
     recorded = StateRecords({1: 4.0, 2: 3.0}, {1: 1.0, 2: 1.5}, {1: state, 2: state})
     replayed = StateRecords({1: 4.0}, {1: 1.0}, {1: state})
@@ -37,9 +37,6 @@ def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
         "gradient norm 1.5 in the run, None in the replay",
         "state after it: no hash in the replay",
     )
-
-
-def test_a_difference_names_its_tensors() -> None:
     recorded = RecordedHash("one", {"model/a": "00000000", "model/b": "11111111"})
     assert hash_difference(recorded, recorded) is None
     other = RecordedHash("two", {"model/a": "00000000", "model/b": "22222222"})
