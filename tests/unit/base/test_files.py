@@ -37,7 +37,7 @@ def untouched(victim: Path) -> bool:
     return not victim.exists() or victim.read_text() == "mine"
 
 
-def test_a_link_is_not_opened(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+def test_a_link_is_not_opened_and_no_temporary_file_is_one(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
     victim = plant(tmp_path / "own")
     for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
         with pytest.raises(OSError, match=r"own is a link or no plain file, and links are not followed: remove it"):
@@ -50,6 +50,14 @@ def test_a_link_is_not_opened(tmp_path: Path, plant: Callable[[Path], Path]) -> 
     os.mkfifo(tmp_path / "pipe")  # nor waited for
     with pytest.raises(OSError, match="no plain file"):
         open_own(tmp_path / "pipe", os.O_RDONLY)
+    victim = plant(tmp_path / f".a.{os.getpid()}.tmp")
+    (Root.of(tmp_path) / "a").write(b"ours")
+    assert untouched(victim)
+    victim.unlink(missing_ok=True)
+    victim = plant(tmp_path / f".b.{os.getpid()}.tmp")
+    write_atomic(tmp_path / "b", "ours")
+    assert untouched(victim)
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "ours"
 
 
 @pytest.mark.parametrize(
@@ -69,17 +77,6 @@ def test_no_file_that_a_command_opens_is_a_link(
     with pytest.raises(kind, match="is a link or no plain file"):
         opens(tmp_path)
     assert untouched(victim)
-
-
-def test_no_temporary_file_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
-    victim = plant(tmp_path / f".a.{os.getpid()}.tmp")
-    (Root.of(tmp_path) / "a").write(b"ours")
-    assert untouched(victim)
-    victim.unlink(missing_ok=True)
-    victim = plant(tmp_path / f".b.{os.getpid()}.tmp")
-    write_atomic(tmp_path / "b", "ours")
-    assert untouched(victim)
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "ours"
 
 
 def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path) -> None:

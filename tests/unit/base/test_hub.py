@@ -125,14 +125,11 @@ def test_what_is_refused(user: User, site: Site) -> None:
     assert "pytorch_model.bin" not in site.fetched
 
 
-def test_fault_05_licences_come_with_weights_and_tokenizers(user: User) -> None:
+def test_fault_05_licences_come_with_weights_and_tokenizers_at_a_revision(user: User, site: Site) -> None:
     licences = {"LICENSE", "LICENCE.md", "License.txt", "NOTICE", "USE_POLICY.md"}
     found = user.texts(weights("acme/tiny", "licensed"), tokenizer("acme/tiny@words"))
     names = [{path.name for path in Path(folder).iterdir()} for folder in found]
     assert names == [{"config.json", "model.safetensors", *licences}, {"vocab.txt", "license.txt"}]
-
-
-def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
     cases = (
         (tokenizer(f"acme/tiny@{site.commit('words')}"), site.commit("words")),
         (tokenizer("acme/tiny@half"), "must hold a tokenizer, which is .*: it has config.json and vocab.json"),

@@ -41,30 +41,13 @@ def test_texts(clock: SimpleNamespace, total: int | None, noun: str, amounts: li
     assert work._text() == f"working: {line}"
 
 
-def test_work_that_cannot_tell_is_asked(clock: SimpleNamespace) -> None:
+def test_work_that_is_asked_and_a_log_with_a_line_every_half_minute(clock: SimpleNamespace) -> None:
     """What is there at the beginning, such as files of an earlier process, does not count."""
     work = progress("verifying", 8, "layout", done=iter([1, 3, 5]).__next__)
     clock.now += 6
     assert work._text() == "verifying: 2 of 8 layouts, 25%, 18.0 s left"
     clock.now += 6
     assert work._text() == "verifying: 4 of 8 layouts, 50%, 12.0 s left"
-
-
-class Turns:
-    """An end that comes after some waits, whose times are kept."""
-
-    def __init__(self, turns: int, then: Callable[[], None] = lambda: None) -> None:
-        self.waits: list[float] = []
-        self._turns = turns
-        self._then = then
-
-    def wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
-        self._then()
-        return len(self.waits) > self._turns
-
-
-def test_a_log_has_a_line_every_half_minute(clock: SimpleNamespace) -> None:
     work = progress("tokenizing x", 100 << 20, "")
     log = io.StringIO()
 
@@ -80,6 +63,20 @@ def test_a_log_has_a_line_every_half_minute(clock: SimpleNamespace) -> None:
         "tokenizing x: 60.0 MiB of 100 MiB, 60%, 1.0 MiB/s, 40.0 s left",
         "tokenizing x: 90.0 MiB of 100 MiB, 90%, 1.0 MiB/s, 10.0 s left",
     ]
+
+
+class Turns:
+    """An end that comes after some waits, whose times are kept."""
+
+    def __init__(self, turns: int, then: Callable[[], None] = lambda: None) -> None:
+        self.waits: list[float] = []
+        self._turns = turns
+        self._then = then
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self._then()
+        return len(self.waits) > self._turns
 
 
 def test_short_and_hidden_work_shows_nothing(screen: Screen) -> None:

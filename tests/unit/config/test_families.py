@@ -118,7 +118,7 @@ def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: 
     assert found[0].startswith(problem)
 
 
-def test_masking_belongs_to_bert() -> None:
+def test_masking_belongs_to_bert_and_what_a_configuration_lacks_is_named() -> None:
     masking = {"max_predictions": 20, "masked_fraction": 0.2}
     assert check_layout(config_of({"family": "bert", **SIZES}, data=masking), 1)
     found = problems({"family": "gpt", **SIZES}, data=masking)
@@ -126,9 +126,6 @@ def test_masking_belongs_to_bert() -> None:
     assert problems({"family": "bert", **SIZES}, data={"max_predictions": 65}) == [
         "data.max_predictions (65) must be at most train.sequence_length (64)"
     ]
-
-
-def test_what_a_configuration_lacks_is_named() -> None:
     assert problems(SIZES) == [
         "model.family is missing (the architecture: llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3, gemma3, "
         "olmoe, qwen3_moe, mixtral, glm4_moe, gpt, gpt_neox or bert, or package.module:Class for your own)"

@@ -10,39 +10,13 @@ import transformers
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, config_from_sections, load_config
 from shardwise.config.hugging_face import _families_by_model_type, from_hugging_face, read_hugging_face, to_hugging_face
+from tests.rows import rows_of
 from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
+
+ROWS = rows_of(__file__)
 
 REST = {"train": {"steps": 1, "global_batch": 1, "sequence_length": 8}, "optimizer": {"lr": 1e-3}}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
-# Fields of the hub's files that transformers keeps and that say nothing of the model.
-UNREAD = {
-    "llama": set(),
-    "mistral": set(),
-    "qwen2": {"use_mrope"},
-    "qwen3": {"max_window_layers"},
-    "olmo2": {"pad_token_id", "use_cache"},
-    "olmo3": {"pad_token_id", "use_cache"},
-    "gemma3": {"cache_implementation", "pad_token_id", "sliding_window_pattern"},
-    "smollm3": {"max_window_layers", "pad_token_id", "pretraining_tp", "use_cache"},
-    "gpt": {"n_ctx", "output_past", "task_specific_params"},
-    "gpt_neox": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
-    "bert": {"gradient_checkpointing", "position_embedding_type"},
-    "olmoe": {"pad_token_id", "router_aux_loss_coef", "use_cache"},
-    "qwen3_moe": {"max_window_layers", "router_aux_loss_coef"},
-    "mixtral": {"router_aux_loss_coef"},
-    # transformers names a block in the file that its model leaves out, as ours does.
-    "glm4_moe": {"num_nextn_predict_layers", "pad_token_id"},
-}
-ROPE_SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "original_max_position_embeddings": 512},
-    {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
-]  # fmt: skip
 KINDS = listing(_families_by_model_type(), "or")
 
 
@@ -74,65 +48,12 @@ def meaning(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in outside}
 
 
-GROUPED = SMALL | {"num_key_value_heads": 2}
-UNPADDED = {"pad_token_id": None}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, tied, biased, grouped": ("Llama", GROUPED | {
-        "intermediate_size": 96, "head_dim": 32, "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.2,
-        "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "initializer_range": 0.01,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    }),
-    "qwen2, with windows": ("Qwen2", GROUPED | {
-        "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
-    }),
-    "qwen3, with windows": ("Qwen3", GROUPED | {
-        "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
-    "olmo3, scaled": ("Olmo3", GROUPED | UNPADDED | {
-        "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"],
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "yarn", "factor": 4.0, "rope_theta": 7e4, "original_max_position_embeddings": 8,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 7e4},
-        },
-    }),
-    "gemma3": ("Gemma3Text", UNPADDED),
-    "gemma3, old fields": ("Gemma3Text", GROUPED | UNPADDED | {
-        "num_hidden_layers": 4, "head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 10, "rope_theta": 5e5,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        "rope_local_base_freq": 7e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }),
-    "smollm3, untied, biased": ("SmolLM3", SMALL | UNPADDED | {
-        "num_hidden_layers": 3, "no_rope_layers": [0, 1, 1], "attention_bias": True, "mlp_bias": True,
-        "tie_word_embeddings": False,
-    }),
-    "gpt2": ("GPT2", {}),
-    "gpt2, own width, untied": ("GPT2", SMALL | {
-        "n_inner": 100, "n_positions": 77, "activation_function": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-6,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.2, "attn_pdrop": 0.3, "tie_word_embeddings": False,
-    }),
-    "gpt_neox, serial, without attention biases": ("GPTNeoX", SMALL | {
-        "intermediate_size": 200, "hidden_act": "gelu_fast", "use_parallel_residual": False, "attention_bias": False,
-        "hidden_dropout": 0.1, "attention_dropout": 0.2, "ffn_dropout": 0.3, "layer_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
-    }),
-    "bert, other dropout": ("Bert", SMALL | {
-        "intermediate_size": 100, "hidden_act": "relu", "hidden_dropout_prob": 0.0, "type_vocab_size": 3,
-        "attention_probs_dropout_prob": 0.3, "layer_norm_eps": 1e-6, "pad_token_id": 5, "max_position_embeddings": 99,
-    }),
-}  # fmt: skip
-"""Classes of transformers, and what differs from their defaults."""
-
-
 def theirs(name: str) -> Any:
-    kind, keys = CONFIGS[name]
+    kind, keys = ROWS["configs"][name]
     return getattr(transformers, f"{kind}Config")(**keys)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ROWS["configs"])
 def test_round_trip_through_transformers(name: str, tmp_path: Path) -> None:
     config = theirs(name)
     model = model_of(config.to_dict())
@@ -187,7 +108,7 @@ def test_files_of_the_hub(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(values))
     expected = meaning(transformers.AutoConfig.from_pretrained(tmp_path / "theirs"))
-    unread = UNREAD[model.family]
+    unread = ROWS["unread"][model.family]
     assert without(meaning(reread(model, tmp_path)), *unread) == without(expected, *unread)
 
 
@@ -226,7 +147,7 @@ def test_two_ways_to_say_the_same() -> None:
     assert model_of({"model_type": "smollm3", "num_key_value_heads": None}).num_key_value_heads == 16
 
 
-@pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.parametrize("scaling", ROWS["rope_scalings"], ids=lambda scaling: scaling["rope_type"])
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
 def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     theta, sizes = 20000.0, {"model_type": kind, "max_position_embeddings": 1024, **SMALL}

@@ -144,15 +144,12 @@ def test_what_is_wrong_with_a_hugging_face_file(gpt2_folder: Path, overrides: li
     assert found.startswith(told.replace("FOLDER", str(gpt2_folder)))
 
 
-def test_a_resolved_configuration_is_frozen_and_reads_back_as_itself() -> None:
+def test_a_resolved_configuration_is_frozen_reads_back_as_itself_and_every_key_describes_itself() -> None:
     overrides = ["log.sample_prompt='1e-4'", "data.path=no", "model.rope_scaling={rope_type: linear, factor: 2}"]
     config = load_config("quickstart", overrides)
     assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
     with pytest.raises(ValidationError):
         config.train.steps = 3
-
-
-def test_every_key_describes_itself() -> None:
     keys = config_fields()
     assert {"model.rotary_pct", "model.rms_norm_eps", "train.steps"} <= set(keys)
     assert [key for key, field in keys.items() if not field.description] == []

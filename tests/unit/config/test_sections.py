@@ -70,10 +70,10 @@ def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected
     assert load_config("bert-tiny", overrides).data.predictions(length) == expected
 
 
-@pytest.mark.parametrize(("value", "shown"), [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")])
-def test_anything_else_to_go_on_at_is_one_mistake(value: str, shown: str) -> None:
-    told = f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
-    assert problem(f"checkpoint.resume={value}") == told
+def test_anything_else_to_go_on_at_is_one_mistake() -> None:
+    for value, shown in [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")]:
+        told = f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
+        assert problem(f"checkpoint.resume={value}") == told
 
 
 @pytest.mark.parametrize(("key", "login", "scheme"), [("path", "AKIA:se/cr+et", "https"), ("load", ":word", "az")])

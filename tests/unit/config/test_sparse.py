@@ -37,15 +37,12 @@ def test_tensor_parallelism_divides_the_width_of_an_expert() -> None:
     assert check_layout(glm(tensor=4, first_k_dense_replace=2), 4).tensor == 4
 
 
-@pytest.mark.parametrize(("field", "same", "other"), [("scoring_func", "sigmoid", "softmax"), ("moe_layer_freq", 1, 2)])
-def test_a_field_of_deepseek_has_the_value_of_this_family(field: str, same: Any, other: Any) -> None:
-    values = {"model_type": "glm4_moe", field: same}
-    assert from_hugging_face(values, "it")["family"] == "glm4_moe"
-    with pytest.raises(ConfigError, match="is not supported: only"):
-        from_hugging_face({**values, field: other}, "it", ignore=[field])
-
-
-def test_a_block_that_predicts_later_tokens_is_not_read() -> None:
+def test_fields_and_blocks_of_deepseek_that_this_family_lacks() -> None:
+    for field, same, other in [("scoring_func", "sigmoid", "softmax"), ("moe_layer_freq", 1, 2)]:
+        values = {"model_type": "glm4_moe", field: same}
+        assert from_hugging_face(values, "it")["family"] == "glm4_moe"
+        with pytest.raises(ConfigError, match="is not supported: only"):
+            from_hugging_face({**values, field: other}, "it", ignore=[field])
     shapes = {"model.layers.0.mlp.up_proj.weight": (4, 2)}
     further = {"model.layers.1.eh_proj.weight": (2, 4), "model.layers.1.mlp.up_proj.weight": (4, 2)}
     stored: Any = {name: TensorEntry(shape, "F32", ()) for name, shape in {**shapes, **further}.items()}

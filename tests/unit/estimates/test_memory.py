@@ -180,7 +180,7 @@ def test_activations_beside_fp8_products_are_what_autograd_saves(model: str) -> 
     assert estimate(in_fp8).activations == Saved(in_fp8).bytes - beside(in_fp8) - scales
 
 
-def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
+def test_what_fused_kernels_and_compilers_keep() -> None:
     fast, invariant, none = (
         stack(config("gpt", p=p, dropout_mode=mode), accelerator=True).kept
         for p, mode in ((0.1, "fast"), (0.1, "invariant"), (0.0, "fast"))
@@ -192,10 +192,7 @@ def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
     log_sum_exp = 4 * tokens * heads
     # Queries, keys and values are copied, and their joint source is free: as many bytes.
     assert invariant - fast == LAYERS * (probabilities + length**2 - log_sum_exp)
-
-
-def test_a_compiler_chooses_what_selective_recompute_leaves_out() -> None:
-    """Measured on a GPU: compiled blocks hold as much with `selective` as without, and copies of rotated heads."""
+    # Measured on a GPU: compiled blocks hold as much with `selective` as without, and copies of rotated heads.
     plain, fused, core = config(), config(recompute="selective"), config("gpt", p=0.1, recompute="selective")
     of_plain, of_fused, of_core = (
         stack(c.model_copy(update={"compile": c.compile.model_copy(update={"enabled": True})})).kept

@@ -247,12 +247,16 @@ def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(target: str) ->
     assert SECRET not in str(error.value) or target.startswith("notify")
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["http POST localhost:8", "https-notify", "http.py", "https://h", "https://[::1]:8/x", "HTTPS://h:65535?x"],
-)
-def test_what_only_resembles_a_mistyped_address_is_a_target(target: str) -> None:
-    check_layout(keys(target), 1)
+def test_what_only_resembles_a_mistyped_address_is_a_target() -> None:
+    for target in [
+        "http POST localhost:8",
+        "https-notify",
+        "http.py",
+        "https://h",
+        "https://[::1]:8/x",
+        "HTTPS://h:65535?x",
+    ]:
+        check_layout(keys(target), 1)
 
 
 def test_no_record_shows_more_of_an_address_than_its_host() -> None:

@@ -50,7 +50,7 @@ def test_the_second_ends_at_once_but_one_request_may_arrive_twice(monkeypatch: p
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_the_time_limit_and_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM: SIGUSR1 some minutes before the end of the job, SIGTERM at it."""
     now, requests = clock(monkeypatch), stop_requests.Requests()
     heard = []
@@ -59,9 +59,6 @@ def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(mon
         now[0] += 60
     assert heard == [False, False, False, False, True]
     assert requests.by == "SIGUSR1"
-
-
-def test_before_training_a_signal_ends_at_once() -> None:
     stop_requests.end_at_once()
     for number in stop_requests.SIGNALS:
         with pytest.raises(stop_requests.Interrupted):

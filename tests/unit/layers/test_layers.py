@@ -86,7 +86,9 @@ def test_alone_layers_are_torchs() -> None:
         table(torch.tensor([[4]]))
 
 
-def test_arguments_come_in_the_tutorials_order() -> None:
+def test_arguments_come_in_the_tutorials_order_and_those_of_other_libraries_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     column, row = (kind(8, 12, False, True) for kind in (ColumnParallelLinear, RowParallelLinear))
     assert column.weight.shape == row.weight.shape == (12, 8)
     assert column.bias is row.bias is None
@@ -96,6 +98,17 @@ def test_arguments_come_in_the_tutorials_order() -> None:
     assert LayerNorm(4, 0.5).eps == RMSNorm(4, 0.5).eps == 0.5
     merged = MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
     assert "8 -> [1, 2] of Group(tp 1/4)" in repr(merged)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
+    foreign: dict[str, Any] = {"init_method": nn.init.ones_, "stride": 1}
+    told = r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
+    with pytest.raises(ArgumentError, match=told):
+        ColumnParallelLinear(4, 8, **foreign)
+    loss_arguments: dict[str, Any] = {"tp_group": object()}
+    with pytest.raises(ArgumentError, match=r"parallel_cross_entropy does not take tp_group \(give group=\)"):
+        parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **loss_arguments)
+    unknown: dict[str, Any] = {"zzz": 1}
+    with pytest.raises(ArgumentError, match=r"RMSNorm does not take zzz; it takes normalized_shape, eps, .* and seed$"):
+        RMSNorm(4, **unknown)
 
 
 IDS = torch.zeros(2, 1, dtype=torch.int64)
@@ -132,20 +145,6 @@ def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
     for make in WITHOUT_GROUP.values():
         with pytest.raises(ArgumentError, match=r"group \(.*\) must be the ranks of one axis: .*mesh\.tp of Mesh"):
             make(group=given)
-
-
-def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
-    foreign: dict[str, Any] = {"init_method": nn.init.ones_, "stride": 1}
-    told = r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
-    with pytest.raises(ArgumentError, match=told):
-        ColumnParallelLinear(4, 8, **foreign)
-    loss_arguments: dict[str, Any] = {"tp_group": object()}
-    with pytest.raises(ArgumentError, match=r"parallel_cross_entropy does not take tp_group \(give group=\)"):
-        parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **loss_arguments)
-    unknown: dict[str, Any] = {"zzz": 1}
-    with pytest.raises(ArgumentError, match=r"RMSNorm does not take zzz; it takes normalized_shape, eps, .* and seed$"):
-        RMSNorm(4, **unknown)
 
 
 @pytest.mark.parametrize("shape", [(4,), [4], torch.Size([4])])
@@ -203,7 +202,7 @@ def test_gated_activations_and_rotary_positions_have_second_derivatives() -> Non
         assert torch.autograd.gradgradcheck(function, x)
 
 
-def test_a_product_that_owns_its_input_overwrites_it_unless_the_graph_is_kept() -> None:
+def test_products_overwrite_inputs_that_they_own_and_add_to_gradients() -> None:
     torch.manual_seed(0)
     layer = RowParallelLinear(6, 8, bias=False, input_is_parallel=True, group=Group(), dtype=torch.bfloat16)
     let_products_add([layer.weight])
@@ -217,10 +216,7 @@ def test_a_product_that_owns_its_input_overwrites_it_unless_the_graph_is_kept() 
         assert torch.equal(torch.autograd.grad(y, x, retain_graph=keeps)[0], wanted)
         assert torch.equal(product.detach(), before) == keeps
     assert torch.equal(product.detach(), wanted)
-
-
-def test_products_add_to_a_gradient_where_there_is_one() -> None:
-    """And without it, or with one of another dtype, autograd adds."""
+    # And without it, or with one of another dtype, autograd adds.
     layer = ColumnParallelLinear(8, 6, group=Group(), dtype=torch.bfloat16)
     x = torch.randn(4, 2, 8).bfloat16().requires_grad_()
     bias = cast(nn.Parameter, layer.bias)

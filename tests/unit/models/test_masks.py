@@ -129,7 +129,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).detach().abs().max() / expected.detach().abs().max())
 
 
-def test_the_operator_is_one_of_torchs_and_a_graph_takes_other_documents() -> None:
+def test_the_operator_is_one_of_torchs_and_has_the_bits_of_its_kernel() -> None:
     define_attention_by_pieces()
     numbers = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(37, 2, heads, 8, generator=numbers).requires_grad_() for heads in (4, 2, 2))
@@ -148,9 +148,6 @@ def test_the_operator_is_one_of_torchs_and_a_graph_takes_other_documents() -> No
         with torch.compiler.set_stance("default" if number == 0 else "fail_on_recompile"):
             y = compiled(q, mask)
         assert torch.equal(y, attend(q, mask))
-
-
-def test_a_document_has_the_bits_of_one_call_of_the_kernel() -> None:
     define_attention_by_pieces()
     numbers = torch.Generator().manual_seed(0)
     inputs = [torch.randn(90, 2, 4, 8, generator=numbers, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]

@@ -145,7 +145,7 @@ def test_gradients_that_the_user_cleared_or_replaced(clear: Callable[[nn.Module]
     pair.assert_equal()
 
 
-def test_sparse_gradients_train_as_dense_ones() -> None:
+def test_sparse_cleared_and_used_gradients() -> None:
     models = []
     for sparse in (False, True):
         torch.manual_seed(0)
@@ -156,9 +156,6 @@ def test_sparse_gradients_train_as_dense_ones() -> None:
             models[-1](batch(step)).square().sum().backward()
             optimizer.step()
     assert_equal(*models)
-
-
-def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
     ours = make()
     optimizer = sharded(ours, torch.optim.SGD, lr=0.1)
     before = [p.detach().clone() for p in ours.parameters()]
@@ -167,10 +164,7 @@ def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
         p.grad = None
     optimizer.step()
     assert all(torch.equal(p, was) for p, was in zip(ours.parameters(), before, strict=True))
-
-
-def test_step_uses_gradients_up() -> None:
-    """Without zero_grad nothing of the last step is left."""
+    # Without zero_grad nothing of the last step is left.
     pair = Pair()
     train(pair.plain, pair.reference)
     for step in range(5):

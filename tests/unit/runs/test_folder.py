@@ -40,7 +40,7 @@ def test_what_is_replaced_is_kept_under_a_number(tmp_path: Path) -> None:
     assert versions == {"environment.json": "3", "environment-0001.json": "1", "environment-0002.json": "2"}
 
 
-def test_how_far_a_run_came(tmp_path: Path) -> None:
+def test_how_far_a_run_came_and_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run.finished_steps() is None
     run.write_results({"steps": 12})
@@ -49,6 +49,10 @@ def test_how_far_a_run_came(tmp_path: Path) -> None:
     run.set_results_aside()
     assert run.finished_steps() is None, "a run that went on is not finished, whatever it was before"
     assert json.loads((tmp_path / "results-0001.json").read_text()) == {"steps": 12}
+    run = RunDirectory(tmp_path)
+    run.require_room(1)
+    with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):
+        run.require_room(2**63)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +111,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     with RunLock(tmp_path) as lock:
         assert lock.problem == "Function not implemented"
         assert RunLock.is_held(tmp_path), "it cannot be told that the run is over"
-
-
-def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.require_room(1)
-    with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):
-        run.require_room(2**63)
 
 
 def test_latest_follows_the_newest_run(tmp_path: Path) -> None:

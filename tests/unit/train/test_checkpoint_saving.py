@@ -87,10 +87,7 @@ def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Pat
         shutil.rmtree(tmp_path / "e")
         with pytest.raises(RunError, match="was removed or moved to another disk while the run trained: start again"):
             saving.follow()
-
-
-def test_fault_23_a_folder_that_another_machine_renamed_is_found_beside(tmp_path: Path) -> None:
-    """This machine's kernel then has the old name, as a mount of another machine's disk has."""
+    # This machine's kernel then has the old name, as a mount of another machine's disk has.
     (tmp_path / "a").mkdir()
     followed = FollowedFolder(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")

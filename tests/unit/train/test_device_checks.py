@@ -41,7 +41,7 @@ def remedies(chosen: Config, layout: Layout) -> list[str]:
     return line.split("; ")
 
 
-def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
+def test_where_memory_ran_out_and_which_remedies_save_most() -> None:
     chosen, layout = config(), Layout(2)
     said = text(chosen, layout, step=1200, phase="gradient reduction")
     address = "(`shardwise explain out-of-memory`)"
@@ -51,8 +51,6 @@ def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
     assert said.endswith("cause: no room"), "the first line of the error itself is missing"
     assert text(chosen, layout, MemoryError()).endswith("cause: MemoryError"), "an empty error has at least a name"
 
-
-def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
     def cut(zero: int = 0, context: int = 1, **sections: dict[str, Any]) -> Config:
         return config(parallel={"tensor": 2, "context": context}, optimizer={"zero": zero}, **sections)
 
@@ -70,9 +68,6 @@ def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
     saved = {name: now - expected_memory(*other).total for name, other in then.items()}
     expected = [f"{name} ({units.size(amount)} less)" for name, amount in sorted(saved.items(), key=lambda x: -x[1])]
     assert remedies(chosen, layout) == expected, "or a remedy saves nothing, and is left out"
-
-
-def test_nothing_invalid_is_advised() -> None:
     found = [one.split()[0] for one in remedies(config(), Layout(1)) if one.startswith("train.micro_batch")]
     assert found == ["train.micro_batch=5"], "half of 15 is 7, which does not divide 30"
     said = remedies(config(parallel={"tensor": 4, "sequence": True}), Layout(4, tensor=4, sequence_parallel=True))

@@ -140,7 +140,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_summary_names_every_quantity(tmp_path: Path) -> None:
+def test_the_summary_names_every_quantity_and_mfu_is_that_of_a_known_device(tmp_path: Path) -> None:
     made, stream = reporter(tmp_path)
     with made:
         made.start(epochs="1.60 epochs of 500 samples")
@@ -156,9 +156,14 @@ def test_summary_names_every_quantity(tmp_path: Path) -> None:
         str(tmp_path / "run"),
     ):
         assert expected in text
+    with begun(tmp_path / "h100", device_name="NVIDIA H100 80GB HBM3") as (made, stream):
+        made.step(record(1))
+    expected = flops_per_token(config().model, 32) * 512 / (4 * 67e12)
+    assert lines(tmp_path / "h100/run/metrics.jsonl")[1]["mfu"] == pytest.approx(expected)
+    assert f" tokens/s  MFU {expected:.1%}  memory 1000 B  " in stream.getvalue()
 
 
-def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -> None:
+def test_metrics_and_log_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -> None:
     with begun(tmp_path) as (made, _):
         made.warning("slow disk")
         made.step(record(2, loss=math.nan))
@@ -169,14 +174,14 @@ def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -
     assert step["loss"] == "nan"
     assert (step["tokens_per_second"], step["samples_per_second"], step["mfu"]) == (512.0, 16.0, None)
     assert (stop["step"], stop["reason"]) == (2, "signal SIGTERM")
-
-
-def test_mfu_of_a_known_device(tmp_path: Path) -> None:
-    with begun(tmp_path, device_name="NVIDIA H100 80GB HBM3") as (made, stream):
-        made.step(record(1))
-    expected = flops_per_token(config().model, 32) * 512 / (4 * 67e12)
-    assert lines(tmp_path / "run/metrics.jsonl")[1]["mfu"] == pytest.approx(expected)
-    assert f" tokens/s  MFU {expected:.1%}  memory 1000 B  " in stream.getvalue()
+    with pytest.raises(RuntimeError), begun(tmp_path / "failed"):
+        raise RuntimeError("loss is nan\nat layer 3")
+    assert (
+        (tmp_path / "failed/run/logs/rank-0000.log")
+        .read_text()
+        .endswith("failed: RuntimeError: loss is nan\nat layer 3\n")
+    )
+    assert lines(tmp_path / "failed/run/metrics.jsonl")[-1]["reason"] == "failed: RuntimeError: loss is nan"
 
 
 def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> None:
@@ -418,10 +423,3 @@ def test_on_a_terminal_the_log_stays_plain_lines(
     steps = [line[len("step ") :].split("/")[0].strip() for line in printed_steps(log)]
     assert steps == [str(step) for step in (1, *range(5, 101, 5))]
     assert max(map(len, log.splitlines())) > terminal, "lines of the log are folded to the terminal's width"
-
-
-def test_the_log_says_why_the_run_failed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), begun(tmp_path):
-        raise RuntimeError("loss is nan\nat layer 3")
-    assert (tmp_path / "run/logs/rank-0000.log").read_text().endswith("failed: RuntimeError: loss is nan\nat layer 3\n")
-    assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "failed: RuntimeError: loss is nan"

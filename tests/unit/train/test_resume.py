@@ -90,7 +90,7 @@ def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Pa
         found_by(elsewhere, run)
 
 
-def test_what_is_tried_and_in_which_order(folder: Path) -> None:
+def test_what_is_tried_in_which_order_and_what_a_crash_left_without_its_name(folder: Path) -> None:
     checkpoints = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED)
     assert [each.step for each in checkpoints.candidates] == [200, 100]
     assert all(each.manifest is None for each in checkpoints.saved), "manifests are large, and each rank reads the one"
@@ -99,10 +99,7 @@ def test_what_is_tried_and_in_which_order(folder: Path) -> None:
     assert [each.step for each in checkpoints.saved] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
         found_by(config(resume=200), folder.parent)
-
-
-def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folder: Path) -> None:
-    """And gets its name; that of another run, or where a new run would save, is left as it is."""
+    # And gets its name; that of another run, or where a new run would save, is left as it is.
     name, partial = folder / "step-00000100", folder / ".step-00000100.partial"
     name.rename(partial)
     new = config(path=str(folder)), folder.parent / "none", None

@@ -63,11 +63,18 @@ def test_every_family_is_told(family: str) -> None:
     assert "recompute" not in found
 
 
-def test_recompute_tells_its_price() -> None:
+def test_the_price_of_recompute_and_the_keys_that_differ_from_defaults() -> None:
     chosen = config(recompute="full")
     again = recomputed_flops_per_token(chosen.model, 64, chosen.recompute, fused_attention=False) or 0.0
     flops = flops_per_token(chosen.model, 64) or 0.0
     assert rows(chosen)["recompute"] == f"each block: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
+    chosen = config()
+    shown = dry_run("recipe", chosen, Layout(1), "cpu", False)
+    assert shown.startswith("# recipe: a dry run, nothing was started\n#\n# layout ")
+    assert parse_yaml(shown, "dry run") == chosen.without_defaults(chosen.recorded())
+    assert "hooks" not in shown
+    whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
+    assert parse_yaml(whole, "dry run") == chosen.recorded()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
@@ -124,16 +131,6 @@ def test_the_keys_that_differ_from_defaults_are_the_whole_configuration(recipe: 
     chosen = load_config(recipe).with_batch_for(256)
     recorded = chosen.recorded()
     assert config_from_sections(chosen.without_defaults(recorded)) == config_from_sections(recorded)
-
-
-def test_a_dry_run_is_the_summary_and_the_keys_that_differ_from_defaults() -> None:
-    chosen = config()
-    shown = dry_run("recipe", chosen, Layout(1), "cpu", False)
-    assert shown.startswith("# recipe: a dry run, nothing was started\n#\n# layout ")
-    assert parse_yaml(shown, "dry run") == chosen.without_defaults(chosen.recorded())
-    assert "hooks" not in shown
-    whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
-    assert parse_yaml(whole, "dry run") == chosen.recorded()
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -86,7 +86,7 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_written_and_a_launcher_is_there_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = machine_checks._check_folder("run folder", tmp_path / "runs" / "new")
     assert found.status == "ok"
     assert not list(tmp_path.iterdir())
@@ -97,9 +97,6 @@ def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pyte
     (found,) = machine_checks._check_folder("cache", tmp_path / "file")
     assert (found.status, found.found) == ("wrong", f"{tmp_path / 'file'} cannot be written: Not a directory")
     assert found.mend.endswith("SHARDWISE_CACHE")
-
-
-def test_variables_of_a_launcher_that_is_not_there() -> None:
     assert machine_checks._check_launcher({}).status == "ok"
     assert machine_checks._check_launcher({"WORLD_SIZE": "2"}).status == "wrong"
     whole = {f"OMPI_COMM_WORLD_{name}": number for name, number in zip(("RANK", "SIZE"), "02", strict=True)}
