@@ -74,11 +74,9 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
     assert [event["step"] for event in run.metrics("eval")] == [0, 2, 4]
     assert run.config() == config
     results = run.results()
-    assert results is not None
     assert results["final_loss"] == run.metrics()[-1]["loss"]
     assert [Path(path).name for path in run.checkpoints()] == ["step-00000004", "step-00000002"]
     environment = shardwise.Run("runs/latest").environment()
-    assert environment is not None
     assert environment["versions"]["torch"] == version("torch")
     done = shardwise.train(config, run_dir=run.path)  # a finished run is returned, and not trained again
     assert len(done.metrics("start")) == 1

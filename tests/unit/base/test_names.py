@@ -24,6 +24,5 @@ def test_a_name_of_a_folder() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_name_that_leads_elsewhere(name: object, problem: str, nested: bool) -> None:
     found = name_problem(name, nested=nested)
-    assert found is not None
     assert found.endswith(problem)
     assert "\x1b" not in found, "a terminal obeys it"

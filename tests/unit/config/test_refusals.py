@@ -16,7 +16,6 @@ WORDS = re.compile(r"(?:(?P<recipe>[a-z]+-[a-z]+) )?(?:(?P<world>\d+)(?: |$))?(?
 def refused(words: str) -> tuple[list[str], list[str], str, int | None]:
     """The sentences, the keys, the recipe and the number of ranks where a layout refuses them."""
     found = WORDS.fullmatch(words)
-    assert found is not None
     keys = [key for key in re.split(r" (?=[a-z_]+(?:\.[a-z_0-9]+)+=)", found["keys"]) if key]
     recipe, world = found["recipe"] or "llama2-tiny", found["world"] and int(found["world"])
     return problems(*keys, recipe=recipe, world=world), keys, recipe, world

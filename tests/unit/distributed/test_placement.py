@@ -110,8 +110,6 @@ def test_a_gradient_that_no_layer_sums_stays_partial(grain: int | None) -> None:
     of_norm = placement.of(norm.weight)
     pieces = (placement.Piece.replicated("w", (6,), group, NORMAL, partial=True),)
     of_user = placement.of(placement.make_parameter((6,), pieces, group, seed=0))
-    assert of_norm is not None
-    assert of_user is not None
     assert (of_norm.pieces[0].partial, of_norm.is_ordered) == (grain is None, grain is not None)
     assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
 
@@ -185,7 +183,6 @@ def test_draws_are_float32_draws_rounded(dtype: torch.dtype) -> None:
 def test_padding_is_zero_and_counted_nowhere(rank: int) -> None:
     layer = ParallelEmbedding(9, 4, group=pretend_group(rank, 4), name="e", seed=1)
     record = placement.of(layer.weight)
-    assert record is not None
     held = record.pieces[0].box.size[0]
     assert layer.weight.shape == (3, 4)
     assert bool((layer.weight[held:] == 0).all()), "padding rows are drawn"
@@ -200,7 +197,6 @@ def test_fused_qkv_is_three_canonical_tensors(degree: int, kv_heads: int) -> Non
         options = {"group": pretend_group(rank, degree), "names": ("q", "k", "v"), "seed": 1}
         layer = GQAQKVColumnParallelLinear(16, (32, 4 * kv_heads), head_dim=4, **options)
         record = placement.of(layer.weight)
-        assert record is not None
         covered = torch.zeros(layer.weight.shape, dtype=torch.int64)
         for piece in record.pieces:
             pieces.setdefault(piece.name, []).append(piece)

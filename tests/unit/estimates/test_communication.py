@@ -42,15 +42,12 @@ def config(*, zero: int = 1, mode: str = "float32", bucket_mib: float = 25.0, **
 
 
 def sent(config: Config, layout: Layout) -> dict[tuple[str, str], float]:
-    found = wire_bytes(step_transfers(config, layout))
-    assert found is not None
-    return found
+    return wire_bytes(step_transfers(config, layout))
 
 
 def by_tensor(config: Config, layout: Layout) -> dict[str, float]:
     """Wire bytes of a step over tensor parallelism, by what is sent."""
     transfers = step_transfers(config, layout)
-    assert transfers is not None
     return {one.tensor: one.wire_bytes for one in transfers if one.axis == "tp"}
 
 
@@ -77,7 +74,6 @@ def test_tensor_parallelism() -> None:
 def test_shared_key_value_heads_are_summed_over_the_ranks_that_hold_them(kv_heads: int, axis: str) -> None:
     chosen = section("llama", num_key_value_heads=kv_heads)
     transfers = step_transfers(make_config(chosen), Layout(4, tensor=4))
-    assert transfers is not None
     gradient = 4 * L * 2 * (H // HEADS) * H
     assert [one for one in transfers if one.tensor == "partial gradients"] == [
         Transfer(axis, "all_reduce", 4 // kv_heads, gradient, 1, "partial gradients")
@@ -113,7 +109,6 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
         )
     ]
     case = RankWorkload.of(chosen, Layout(1), False)
-    assert case is not None
     assert [bucket.elements for bucket in bucket_shapes(case)] == made
 
 
@@ -142,7 +137,6 @@ def test_berts_heads_see_masked_positions_only() -> None:
     assert found["gradient of the decoder's input"] == n * 4 * predicted * H
     assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
     evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
-    assert evaluated is not None
     assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
 
 
@@ -160,7 +154,6 @@ def test_muon_sends_each_matrix_to_its_owner_and_the_update_back(layout: Layout,
     chosen = make_config(model, optimizer={"name": "muon", "zero": zero}, parallel=parallel)
     muon = sent(chosen, layout)
     matrices = local_parameter_count(chosen.model, layout.tensor, block_matrices=True)
-    assert matrices is not None
     stage = 4 * matrices // layout.pipeline
     ranks = layout.tensor * layout.data
     back = stage if zero == 0 else stage / layout.data

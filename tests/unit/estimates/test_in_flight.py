@@ -36,9 +36,7 @@ def config(name: str = "gpt", p: float = 0.0, *, schedule: str = "1f1b", pipelin
 
 
 def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
-    found = memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
-    assert found is not None
-    return found
+    return memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
 
 
 def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[tuple[int, bool]]:
@@ -109,7 +107,6 @@ def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[
     """A stage keeps what its block saves, with its input, and its output; the last one, what its norm saves."""
     found = memory(config(schedule=schedule, pipeline=4))
     block = expected_memory(config(pipeline=1), Layout(1))
-    assert block is not None
     norm = 4 * S * (H + 2)
     each = (block.activations - norm - X) // LAYERS
     assert [one.activations for one in found[:3]] == [number * (each + X) for number in flying[:3]]

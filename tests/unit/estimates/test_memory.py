@@ -46,15 +46,11 @@ def config(
 
 
 def estimate(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> MemoryEstimate:  # noqa: B008
-    found = expected_memory(config, layout, accelerator)
-    assert found is not None
-    return found
+    return expected_memory(config, layout, accelerator)
 
 
 def case(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> RankWorkload:  # noqa: B008
-    found = RankWorkload.of(config, layout, accelerator)
-    assert found is not None
-    return found
+    return RankWorkload.of(config, layout, accelerator)
 
 
 def stack(config: Config, accelerator: bool = False) -> BlockStack:
@@ -62,9 +58,7 @@ def stack(config: Config, accelerator: bool = False) -> BlockStack:
 
 
 def parameters(config: Config, tensor: int = 1) -> int:
-    found = local_parameter_count(config.model, tensor)
-    assert found is not None
-    return found
+    return local_parameter_count(config.model, tensor)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ def llama(*overrides: str) -> Config:
 
 def total(config: Config, layout: Layout = TP8) -> int:
     memory = expected_memory(config, layout, True)
-    assert memory is not None
     return memory.total
 
 

@@ -55,7 +55,6 @@ def test_the_key_decides_whatever_ran_before_and_gradients_pass_through_the_mask
     assert layer(x, None) is x, "without a key nothing is dropped"
     y = layer(x, key(mode))
     y.sum().backward()
-    assert x.grad is not None
     assert torch.equal(x.grad, y.detach())
 
 

@@ -80,7 +80,6 @@ def test_alone_layers_are_torchs() -> None:
     table = ParallelEmbedding(4, 8, 2)
     assert torch.equal(table(ids), F.embedding(ids, table.weight))
     table(ids).sum().backward()
-    assert table.weight.grad is not None
     assert table.weight.grad.abs().sum(dim=1).tolist() == [8, 8, 0, 8], "the padding row must receive no gradient"
     with pytest.raises(IndexError):
         table(torch.tensor([[4]]))

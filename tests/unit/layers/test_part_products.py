@@ -186,7 +186,6 @@ def test_activations_do_not_depend_on_the_width(
         x = x.detach().requires_grad_()
         y = activate_by_part(x, ACTIVATIONS[name], count)
         y.backward(dy)
-        assert x.grad is not None
         return y.detach(), x.grad
 
     x, dy = torch.randn(2, 50 if threads == 1 else 5, tokens, 2 * width).unbind()

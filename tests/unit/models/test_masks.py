@@ -57,8 +57,6 @@ def test_blocks_and_the_dense_mask_are_those_of_the_definition(length: int, wind
 
 
 def check_blocks(mask: BlocksMask, b: int, seen_QL: Tensor, *, is_tight: bool) -> None:
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_indices is not None
     rows, keys = (torch.arange(size) for size in seen_QL.shape)
     found = mask.mask_mod(torch.tensor(b), torch.tensor(0), rows[:, None], keys)
     assert torch.equal(found, seen_QL)

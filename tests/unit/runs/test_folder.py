@@ -87,7 +87,6 @@ with RunLock(Path(sys.argv[1])):
 def test_one_process_runs_in_a_folder_until_it_is_gone_in_whatever_way(tmp_path: Path) -> None:
     assert not RunLock.is_held(tmp_path)
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert RunLock.is_held(tmp_path)
         named = rf"--run-dir \(.*\) is in use by another run \(process {holder.pid} on \S+, since 20.*\): wait for its"

@@ -116,7 +116,6 @@ def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
     config = reader_config("Reader", eval_every=5)
     data = prepare_data(config, tmp_path)
     batches = make_batches(config, data, "train")
-    assert batches is not None
     assert batches.num_samples == 40
     whole = batches.global_batch(0, 8)
     parts = [batches.local_batch(0, 8, rank, 2, 2) for rank in range(2)]

@@ -40,11 +40,9 @@ def played(work: list[float], *layout: int, steps: int = STRAGGLER_STEPS + 3) ->
 def test_the_slowest_rank_of_a_stage_is_named_with_its_scores() -> None:
     assert played([0.1, 0.1, 0.25, 0.1]) == Straggler(2, pytest.approx(2.5), 1.0)
     for equal in (played([0.1, 0.1, 0.1, 0.1]), played([0.25, 0.25], 2)):
-        assert equal is not None
         assert equal.relative == 1.0, "of ranks that are equally slow none is the slow one"
     assert played([0.1, 0.9], steps=STRAGGLER_STEPS) is None, "there is no window of steps yet"
     found = played([0.1, 0.1, 0.4, 0.44], 2, 2)
-    assert found is not None
     assert (found.rank, found.relative) == (3, pytest.approx(1.1))
     rank = _Stragglers(mesh_of(1, 2, 1, 2))
     for seconds in [0.1] * STRAGGLER_STEPS + [0.3] * STRAGGLER_STEPS:

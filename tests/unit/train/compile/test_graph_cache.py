@@ -36,9 +36,7 @@ def stored(cache: GraphCache, work: Path, **changed: Any) -> Path:
 
 
 def entry_of(cache: GraphCache, **changed: Any) -> CachedGraph:
-    found = cache.find(facts(**changed))
-    assert found is not None
-    return found
+    return cache.find(facts(**changed))
 
 
 def test_what_is_stored_is_found_by_its_facts_and_unpacked(cache: GraphCache, work: Path) -> None:
@@ -47,7 +45,6 @@ def test_what_is_stored_is_found_by_its_facts_and_unpacked(cache: GraphCache, wo
     entry = entry_of(cache)
     assert entry.facts == facts()
     archive = cache.read(entry)
-    assert archive is not None
     assert archive.read("ab/code.so") == CODE
     assert cache.find(facts(threads=2)) is None
 
