@@ -166,7 +166,7 @@ def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_pa
         ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, {}, r"there is no module nowhere"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_before_a_step(
+def test_wrong_arguments_are_refused(
     recipe: str, overrides: dict[str, Any], arguments: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):

@@ -89,9 +89,7 @@ def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path) -> Non
     assert (tmp_path / "lock").read_bytes() == b"", "the file stays"
 
 
-def test_a_write_is_on_the_disk_in_order_or_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_is_durable_in_order_or_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash after any of these steps leaves the old file or the new one, whole."""
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace

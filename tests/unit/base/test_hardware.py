@@ -68,7 +68,7 @@ def test_neuron_cores(
         ("NEURON_LOGICAL_NC_CONFIG", "4", r"NEURON_LOGICAL_NC_CONFIG \(4\) must be 1, or 2 to join two cores"),
     ],
 )
-def test_settings_of_cores_that_say_nothing_are_refused(
+def test_wrong_numbers_of_cores(
     name: str, value: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)

@@ -86,9 +86,7 @@ def user(tmp_path: Path, site: Site) -> User:
     return User(tmp_path, site)
 
 
-def test_only_what_is_needed_is_fetched_and_once_and_the_cache_serves_ranks_and_users_offline(
-    user: User, site: Site
-) -> None:
+def test_what_is_needed_is_fetched_once_and_the_cache_serves_ranks_and_users_offline(user: User, site: Site) -> None:
     calls = (weights("acme/tiny"), weights("acme/tiny"), weights("acme/tiny", "v1"))
     (place, (line,)), again, (first, _) = user.found(*calls)
     folder = Path(place)

@@ -170,9 +170,7 @@ def expect_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 @examples(25)
 @given(st.sampled_from(["llama2-tiny", "gpt3-tiny", "bert-tiny", "gpt3-175b"]), OVERRIDES, WORLD)
-def test_a_dry_run_tells_or_refuses(
-    capsys: pytest.CaptureFixture[str], recipe: str, overrides: list[str], world: int
-) -> None:
+def test_dry_run_or_refusal(capsys: pytest.CaptureFixture[str], recipe: str, overrides: list[str], world: int) -> None:
     expect_command(["train", recipe, "--dry-run", "--nproc", str(world), "--", *overrides], capsys)
 
 

@@ -107,9 +107,7 @@ def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
 @pytest.mark.parametrize(
     ("factor", "steps", "told"), [(0, 30, True), (0.0, 21, True), (0, 20, False), (0.1, 30, False), (None, 30, False)]
 )
-def test_steps_after_the_last_point_are_told_if_they_learn_nothing(
-    factor: float | None, steps: int, told: bool
-) -> None:
+def test_steps_after_the_last_point_that_learn_nothing_are_told(factor: float | None, steps: int, told: bool) -> None:
     points = [] if factor is None else [{"at": 1, "factor": 1}, {"at": 20, "factor": factor}]
     schedule = {"schedule": "points", "points": points} if points else {"schedule": "constant"}
     settings = OptimizerConfig.model_validate({"lr": 1e-3, **schedule})

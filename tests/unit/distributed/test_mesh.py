@@ -94,9 +94,7 @@ def test_a_rank_that_loses_another_one_at_the_start_says_so(at: str, monkeypatch
 
 
 @pytest.mark.parametrize(("backend", "destroyed"), [("gloo", 0), ("nccl", 1)])
-def test_only_an_accelerators_groups_are_destroyed(
-    backend: str, destroyed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_accelerators_groups_are_destroyed(backend: str, destroyed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo can abort a process whose peers close their connections at the same time."""
     calls: list[str] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(backend))

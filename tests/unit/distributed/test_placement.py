@@ -45,7 +45,7 @@ def test_runs_list_the_elements_of_the_box_in_order(case: tuple[tuple[int, ...],
 
 @given(boxes(), st.integers(0, 60), st.integers(0, 60))
 @settings(deadline=None, max_examples=100)
-def test_runs_within_some_elements_are_those_that_hold_one(
+def test_runs_within_elements_are_those_that_hold_one(
     case: tuple[tuple[int, ...], Box], start: int, length: int
 ) -> None:
     shape, box = case

@@ -15,9 +15,7 @@ def test_published_peaks(name: str) -> None:
         assert peak_flops(name, dtype) == (None if peak is None else pytest.approx(peak * 1e12))
 
 
-def test_an_unknown_peak_is_none_and_a_core_of_trainium2_has_half_of_a_logical_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unknown_peak_is_none_and_a_core_has_half_of_a_logical_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ROWS["unknown"]:
         assert peak_flops(name, "bfloat16") is None
     assert peak_flops("trn2", "bfloat16") == load_device("trn2").bfloat16

@@ -231,9 +231,7 @@ def test_what_norms_losses_and_tied_heads_hold() -> None:
         (None, None, True, 2 + 3 * 4),
     ],
 )
-def test_a_checkpoint_holds_weights_moments_and_masters_where_they_differ(
-    mode: str | None, moments: str | None, accelerator: bool, each: int
-) -> None:
+def test_bytes_of_a_checkpoint(mode: str | None, moments: str | None, accelerator: bool, each: int) -> None:
     chosen = config(mode=mode, moments=moments)
     assert checkpoint_bytes(chosen, accelerator) == each * parameters(chosen)
 

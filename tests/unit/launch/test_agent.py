@@ -74,9 +74,7 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
-def test_ranks_are_forks_that_are_as_good_as_new_processes(
-    probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forks_are_as_good_as_new_processes(probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     monkeypatch.setenv("PYTHONWARNINGS", "error::FutureWarning")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -95,7 +93,7 @@ def test_ranks_are_forks_that_are_as_good_as_new_processes(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
-def test_a_limit_on_processes_is_one_sentence(
+def test_limits_on_processes_are_one_sentence(
     probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORKS", "1")

@@ -64,9 +64,7 @@ def test_a_rank_of_a_job_that_a_rank_started_is_one(of_a_rank: dict[str, str]) -
         ({"WORLD_SIZE": "0"}, "RANK (0) must be less than WORLD_SIZE (0)"),
     ],
 )
-def test_fault_14_variables_of_torchrun_that_contradict_one_another_are_refused(
-    changed: dict[str, str], told: str
-) -> None:
+def test_fault_14_variables_of_torchrun_that_contradict_are_refused(changed: dict[str, str], told: str) -> None:
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert unjoined({**torchrun, **changed}) == told
     assert unjoined(torchrun) is None

@@ -168,9 +168,7 @@ def test_fault_14_a_process_that_is_alone_or_placed_already_stays_so(variables: 
 
 
 @pytest.mark.parametrize(("further", "ended"), [({}, 1), ({"TORCHELASTIC_RUN_ID": "7"}, 0)])
-def test_fault_19_a_rank_of_an_agent_does_not_end_the_step_of_all_agents(
-    further: dict[str, str], ended: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_19_a_rank_does_not_end_all(further: dict[str, str], ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the launcher of a submitted job is killed before it can tell why the rank failed."""
     started: list[list[str]] = []
     monkeypatch.setattr(external_launchers.shutil, "which", lambda name: name)

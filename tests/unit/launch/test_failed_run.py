@@ -95,9 +95,7 @@ def test_wrong_input_and_what_is_no_run_stay_as_they_are(run: Path, tmp_path: Pa
         ([], None),
     ],
 )
-def test_the_command_that_continues_the_run(
-    words: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_that_resumes_a_run(words: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])
     assert resume_command(Path("runs/a")) == command
 
@@ -112,9 +110,7 @@ def test_the_command_that_continues_the_run(
     ],
     ids=["one process", "torchrun", "local ranks", "ranks of a job"],
 )
-def test_the_command_that_continues_a_stopped_run(
-    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_after_a_stop(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", "train", "x.yaml", "--nproc", "2"])
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

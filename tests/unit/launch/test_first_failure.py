@@ -10,9 +10,7 @@ from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.first_failure import Failure, read_first_failure, report_first_failure, root_cause
 
 
-def test_the_first_report_stays_and_one_that_was_cut_off_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_report_stays_and_one_that_is_cut_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     assert read_first_failure(path) is None

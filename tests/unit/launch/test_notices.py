@@ -110,7 +110,7 @@ def test_a_failure_is_told_once_for_all_ranks(hooks: Hooks, run: Path, monkeypat
     assert len(hooks.notices) == 1
 
 
-def test_ranks_of_a_program_record_a_failure_before_they_wait_for_rank_0_to_tell_it(
+def test_ranks_record_a_failure_before_rank_0_tells_it(
     hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without targets none of them waits."""
@@ -141,9 +141,7 @@ def test_ranks_of_a_program_record_a_failure_before_they_wait_for_rank_0_to_tell
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_restart_by_another_launcher_is_told(
-    name: str, hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_by_launchers_are_told(name: str, hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notices.set_up([hooks.address()])
     for count in ("0", "1"):
         monkeypatch.setenv(name, count)

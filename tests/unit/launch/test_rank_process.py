@@ -103,9 +103,7 @@ def test_a_run_that_the_user_ends_at_once_has_not_failed(tmp_path: Path) -> None
         ("raise SystemExit", PLACE, "sys.exit() was called"),
     ],
 )
-def test_fault_19_a_rank_that_code_of_the_user_ends_has_failed(
-    body: str, variables: dict[str, str], told: str, tmp_path: Path
-) -> None:
+def test_fault_19_a_rank_that_the_user_ends(body: str, variables: dict[str, str], told: str, tmp_path: Path) -> None:
     error_file = tmp_path / "error.json"
     launched = {**variables, ERROR_FILE: str(error_file), HEARTBEATS: str(tmp_path)} if variables else {}
     result = train(body, tmp_path, launched)

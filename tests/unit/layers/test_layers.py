@@ -85,9 +85,7 @@ def test_alone_layers_are_torchs() -> None:
         table(torch.tensor([[4]]))
 
 
-def test_arguments_come_in_the_tutorials_order_and_those_of_other_libraries_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_arguments_of_the_tutorials_are_taken_and_of_other_libraries_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     column, row = (kind(8, 12, False, True) for kind in (ColumnParallelLinear, RowParallelLinear))
     assert column.weight.shape == row.weight.shape == (12, 8)
     assert column.bias is row.bias is None
@@ -123,9 +121,7 @@ WITHOUT_GROUP |= {
 
 
 @pytest.mark.parametrize("owner", WITHOUT_GROUP)
-def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
-    owner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_group_in_a_job_of_several_ranks_one_is_warned(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.layers.arguments._warned", [])
     make = WITHOUT_GROUP[owner]
     make(group=None)  # alone: nothing to share

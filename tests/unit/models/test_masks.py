@@ -199,9 +199,7 @@ def test_the_form_of_a_mask(mask: AttentionMask, device: str, choices: dict[str,
         ([[*range(300)], [*range(0, 300, 2)]], (450, 2), 256),
     ],
 )
-def test_a_kernel_for_documents_is_told_where_each_begins(
-    firsts: list[list[int]], sizes: tuple[int, int], rows: int
-) -> None:
+def test_a_kernel_is_told_where_documents_begin(firsts: list[list[int]], sizes: tuple[int, int], rows: int) -> None:
     starts_SB = starts(300, firsts)
     found = DocumentSizes.of(starts_SB.numpy())
     assert found == sizes

@@ -83,9 +83,7 @@ def clip(model: Net) -> None:
 
 
 @pytest.mark.parametrize(("change", "what"), [(clip, "changed"), (set_to_none, "replaced")])
-def test_gradients_that_change_after_their_reduction_began_are_refused(
-    change: Callable[[Net], None], what: str
-) -> None:
+def test_gradients_that_change_after_their_reduction_are_refused(change: Callable[[Net], None], what: str) -> None:
     """Each rank would use others: with overlap a part of them is summed already."""
     match = (
         rf"gradients were {what} after their reduction .* began: clip them by optimizer\.clip_grad_norm_\(max_norm\)"

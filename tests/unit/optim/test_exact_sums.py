@@ -63,9 +63,7 @@ def test_limbs_of_many_ranks_hold_the_sum(sums: list[int], ranks: int) -> None:
     runs=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 99), threads=st.sampled_from([1, 2])
 )
 @settings(deadline=None, max_examples=20)
-def test_the_squares_of_an_atom_do_not_depend_on_its_neighbours(
-    atom: int, dtype: torch.dtype, runs: list[int], seed: int, threads: int
-) -> None:
+def test_squares_without_neighbours(atom: int, dtype: torch.dtype, runs: list[int], seed: int, threads: int) -> None:
     before = torch.get_num_threads()
     values = random(seed, sum(runs) * atom).to(dtype)
     whole = atom_squares(values, atom)

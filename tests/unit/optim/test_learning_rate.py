@@ -175,9 +175,7 @@ def inverse_root(settings: OptimizerConfig, steps: int, step: int) -> float:
     return settings.lr * min(step / settings.warmup_steps, (settings.warmup_steps / step) ** 0.5)
 
 
-def test_a_new_schedule_is_a_function_and_a_record(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_schedule_is_a_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     record = LearningRateSpec("inverse_root", f"{__name__}:inverse_root", excludes=("min_lr",), reason="it has none")
     monkeypatch.setitem(LEARNING_RATES, record.name, record)
     keys = ["optimizer.schedule=inverse_root", "optimizer.warmup_steps=4", "optimizer.min_lr=0", "train.steps=16"]

@@ -170,9 +170,7 @@ def test_state_beside_float32_masters_is_rounded_by_the_definition(
 @pytest.mark.parametrize(
     ("name", "options"), [("AdamW", {"amsgrad": True}), pytest.param("LAMB", {}, marks=pytest.mark.slow)]
 )
-def test_the_compiled_rounding_has_the_bits_of_the_eager_one(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_rounding_has_equal_bits(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     models = [make().bfloat16() for _ in range(2)]
     # As the compiler captures it; code for a CPU takes long to compile.
     captured = torch.compile(stochastic_rounding.rounded, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -64,9 +64,7 @@ def test_how_far_a_run_came_and_a_checkpoint_must_fit_on_the_disk(tmp_path: Path
     ],
     ids=["after a failure", "resumed", "damaged"],
 )
-def test_a_step_counts_once_and_none_that_was_undone(
-    recorded: list[tuple[str, object]], kept: list[tuple[int, int]], tmp_path: Path
-) -> None:
+def test_a_step_counts_once(recorded: list[tuple[str, object]], kept: list[tuple[int, int]], tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     lines = [{"event": event, "step": step, "line": line} for line, (event, step) in enumerate(recorded)]
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"event": "step", "st')

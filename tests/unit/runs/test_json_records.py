@@ -48,9 +48,7 @@ def test_fault_21_a_class_takes_a_record_of_its_types_alone(field: str) -> None:
             record_instance(AttemptEnding, {name: value for name, value in record.items() if name != field})
 
 
-def test_fault_21_a_file_that_is_large_or_might_never_answer_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_21_large_files_and_pipes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.base.files.MOST_BYTES", 1 << 20)
     (tmp_path / "large").write_bytes(bytes((1 << 20) + 1))
     os.mkfifo(tmp_path / "pipe")

@@ -127,9 +127,7 @@ def said_before_the_start(chosen: Config, layout: Layout, rank: int, device: tor
         (32768, 64, rf"{REFUSED} \(.*\) must be at most the 16.0 GiB"),
     ],
 )
-def test_a_model_that_does_not_fit_is_told_before_the_start(
-    accelerator: torch.device, hidden: int, tokens: int, said: str
-) -> None:
+def test_a_model_that_does_not_fit_is_told(accelerator: torch.device, hidden: int, tokens: int, said: str) -> None:
     chosen = config(model={"hidden_size": hidden, "max_position_embeddings": tokens}, train={"sequence_length": tokens})
     assert re.match(said, said_before_the_start(chosen, Layout(2), 0, accelerator))
 
@@ -142,9 +140,7 @@ def test_a_model_that_does_not_fit_is_told_before_the_start(
         (2**16, rf"{REFUSED} of the 4 ranks on this machine \(.*\) must be "),
     ],
 )
-def test_fault_04_the_ranks_of_a_machine_share_its_memory(
-    available: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_04_ranks_of_a_machine_share_memory(available: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: available)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -155,9 +151,7 @@ def test_fault_04_the_ranks_of_a_machine_share_its_memory(
     assert "on 16 ranks" not in found, "more ranks on one machine save no memory"
 
 
-def test_offloaded_state_must_fit_into_the_memory_of_the_host(
-    accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_state_must_fit_into_host_memory(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     offloaded = config(optimizer={"lr": 1e-3, "offload": True})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)

@@ -289,7 +289,7 @@ def test_results(tmp_path: Path) -> None:
         (None, 0, 20, ""),
     ],
 )
-def test_a_trace_is_told_once_and_so_is_its_absence(
+def test_a_trace_or_its_absence_is_told(
     tmp_path: Path, trace: str | None, before: int, stop_after: int, told: str
 ) -> None:
     chosen = stopping_after(stop_after, profile=trace, every=7)
@@ -405,9 +405,7 @@ def test_a_spike_and_a_slow_rank_are_warned_of_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [100], indirect=True)
-def test_on_a_terminal_the_log_stays_plain_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: int
-) -> None:
+def test_on_a_terminal_the_log_has_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: int) -> None:
     """Off a terminal it is what is printed: tests/e2e/test_run_directory.py."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with begun(tmp_path) as (made, stream):

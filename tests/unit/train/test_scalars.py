@@ -190,9 +190,7 @@ def require_no_secret(folder: Path) -> None:
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
 
 
-def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_return_to_an_earlier_step_counts_for_later_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And an error at the end is told in the run's files."""
 
     class Failing:

@@ -21,9 +21,7 @@ TINY: Any = load_config("llama2-tiny").model
 PAIR: Any = SimpleNamespace(size=2)
 
 
-def test_ranks_ask_one_another_until_the_slowest_has_done_its_work_or_one_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_ask_one_another_until_the_slowest_is_done_or_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """No collective lasts as long as the work: a time-out of collectives does not bound it."""
     end = threading.Event()
     others, asked = [(True, False), (True, False), (False, False), (False, False)], []

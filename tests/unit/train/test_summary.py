@@ -132,9 +132,7 @@ def test_the_keys_that_differ_from_defaults_are_the_whole_configuration(recipe: 
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_the_memory_of_the_machine_has_python_and_torch_of_each_rank(
-    has_room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_machine_has_python_and_torch_of_ranks(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = 2 * 300 * 2**20
     needed = memory_of_machine(config(), Layout(2), range(2))
     expected = needed[1] + processes

@@ -59,7 +59,7 @@ def test_a_choice_that_no_rounding_explains_is_told_and_counted_once(tmp_path: P
         (Routing(6, 2, groups=3, chosen_groups=1), [0.6, 0.4, 0.9, 0.09, 0.0, 0.0], [2, 3], True),
     ],
 )
-def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
+def test_choices_of_nearly_equal_scores(
     routing: Routing, scores: list[float], wanted: list[int], is_wrong: bool
 ) -> None:
     found = recorded_choices.RecordedChoices({}, 1e-5)

@@ -44,9 +44,7 @@ def test_the_command_of_a_converter_is_named(case: str, tmp_path: Path) -> None:
     assert "must hold model.safetensors" in no_weights_text("x", others), "other folders have no converter"
 
 
-def test_every_command_that_opens_a_model_names_the_converter(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_that_opens_a_model_names_the_converter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for command in ["checkpoint import {0} {0}/out", "evaluate {0}", "train llama3-tiny checkpoint.load={0} --dry-run"]:
         (tmp_path / "adapter_config.json").touch()
         assert main(command.format(tmp_path).split()) == 2

@@ -125,9 +125,7 @@ def test_after_a_save_no_manifest_is_read(
     assert (root / partial_name(700)).exists(), "perhaps a save under way"
 
 
-def test_after_a_save_what_is_not_complete_does_not_count_and_no_answer_removes_nothing(
-    root: Root, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_save_incomplete_ones_do_not_count(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = lengths(root, 500)
     (root / step_name(400) / MANIFEST).remove()
     (root / step_name(300) / MANIFEST).write(b"")
@@ -181,9 +179,7 @@ def ended_before(change: int, kind: str, action: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_crash_while_one_checkpoint_takes_the_place_of_another_loses_neither(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_during_a_replacement_loses_neither(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever it comes, one of the two is found, complete; what goes on from there gives it its name."""
     monkeypatch.setattr(places, "_OBJECT_STORES", {"memory"})
     seeds = []

@@ -85,9 +85,7 @@ def full(_: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_says_what_it_needs_and_what_is_complete_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disks_and_what_is_complete_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
     file = (Root.of(tmp_path) / "a").open(3 * 2**20)
     file.write(b"x")

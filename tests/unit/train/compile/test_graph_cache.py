@@ -100,9 +100,7 @@ def test_an_export_is_taken_in_elsewhere_and_another_file_is_not(cache: GraphCac
         stored(GraphCache(tmp_path / "file"), work)
 
 
-def test_fault_16_programs_that_any_user_may_have_written_are_not_used(
-    cache: GraphCache, tmp_path: Path, work: Path
-) -> None:
+def test_fault_16_programs_that_any_user_may_write_are_not_used(cache: GraphCache, tmp_path: Path, work: Path) -> None:
     path = stored(cache, work)
     assert path.stat().st_mode & 0o002 == 0
     path.chmod(0o666)
