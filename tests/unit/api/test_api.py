@@ -32,7 +32,7 @@ def failing(event: dict[str, Any]) -> None:
         raise ValueError("no room")
 
 
-def test_sections_dotted_keys_and_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
+def test_recipes_are_sections_dotted_keys_or_mappings(tmp_path: Path, recipe: str) -> None:
     by_section = shardwise.load_recipe("llama2-tiny", train={"steps": 7, "seed": 3}, parallel={"tensor": 2})
     dotted = shardwise.load_recipe("llama2-tiny", **{"train.steps": 7, "train.seed": 3, "parallel.tensor": 2})
     assert by_section == dotted
@@ -48,6 +48,10 @@ def test_sections_dotted_keys_and_values_of_python_are_read_as_those_of_yaml(tmp
     assert config.data.path == str(tmp_path / "corpus.jsonl")
     assert (config.optimizer.betas, config.optimizer.lr, config.train.steps) == ((0.9, 0.95), 0.5, 9)
     assert config.compile.options == {"max_autotune": True}
+    values = shardwise.load_recipe(recipe).model_dump(mode="json")
+    before = json.dumps(values)
+    assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
+    assert json.dumps(values) == before
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), object(), {1: 2}], ids=["tensor", "object", "number as key"])
@@ -55,13 +59,6 @@ def test_sections_dotted_keys_and_values_of_python_are_read_as_those_of_yaml(tmp
 def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
         shardwise.load_recipe("llama2-tiny", **{key: value})
-
-
-def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
-    values = shardwise.load_recipe(recipe).model_dump(mode="json")
-    before = json.dumps(values)
-    assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
-    assert json.dumps(values) == before
 
 
 def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:

@@ -192,10 +192,25 @@ def test_fault_22_what_could_not_be_read_again_is_not_saved(model: nn.Module, te
     assert not (tmp_path / "saved").exists()
 
 
-def test_fault_22_classes_of_torch_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_fault_22_what_classes_keep_in_their_state_and_beside_it(tmp_path: Path) -> None:
     """NAdam and ASGD keep numbers beside the count of steps; SGD keeps nothing at all."""
     for name, options in {"NAdam": {"lr": 2e-3}, "ASGD": {"t0": 2.0}, "SGD": {}}.items():
         assert_goes_on(tmp_path / name, partial(parts, 0, getattr(torch.optim, name), **options))
+    model, optimizer = parts(0, Counting, momentum=0.9)
+    step(model, optimizer)
+    shardwise.save_checkpoint(tmp_path, model, optimizer, step=1)
+    shardwise.load_checkpoint(tmp_path, model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.inner.count == 1  # type: ignore[attr-defined]
+    trained = parts(0, Remembering, momentum=0.9)
+    step(*trained)
+    told = (
+        r"the state of Remembering must be tensors of the parameters' shapes and numbers, which a checkpoint holds, "
+        r"but has history \(list\) and recent \(shape \[3\]\): keep it elsewhere"
+    )
+    with pytest.raises(ConfigError, match=told):
+        shardwise.save_checkpoint(tmp_path / "saved", *trained, step=1)
+    assert not (tmp_path / "saved").exists()
 
 
 class Patient(torch.optim.SGD):
@@ -278,15 +293,6 @@ class Counting(torch.optim.SGD):
         self.count += 1
 
 
-def test_fault_22_what_a_class_keeps_outside_of_its_state(tmp_path: Path) -> None:
-    model, optimizer = parts(0, Counting, momentum=0.9)
-    step(model, optimizer)
-    shardwise.save_checkpoint(tmp_path, model, optimizer, step=1)
-    shardwise.load_checkpoint(tmp_path, model, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.inner.count == 1  # type: ignore[attr-defined]
-
-
 class Remembering(torch.optim.SGD):
     """Keeps a list and a vector beside what SGD keeps."""
 
@@ -294,18 +300,6 @@ class Remembering(torch.optim.SGD):
         super().step()
         for p in self.param_groups[0]["params"]:
             self.state[p] |= {"history": [1], "recent": torch.zeros(3), "fresh": True, "none": None}
-
-
-def test_fault_22_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path: Path) -> None:
-    trained = parts(0, Remembering, momentum=0.9)
-    step(*trained)
-    told = (
-        r"the state of Remembering must be tensors of the parameters' shapes and numbers, which a checkpoint holds, "
-        r"but has history \(list\) and recent \(shape \[3\]\): keep it elsewhere"
-    )
-    with pytest.raises(ConfigError, match=told):
-        shardwise.save_checkpoint(tmp_path / "saved", *trained, step=1)
-    assert not (tmp_path / "saved").exists()
 
 
 def test_fault_22_equal_names_of_states_do_not_make_two_classes_one(tmp_path: Path) -> None:

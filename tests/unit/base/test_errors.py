@@ -1,7 +1,7 @@
 from shardwise.base.errors import ConfigError, DataError, RunError, ShardwiseError, divisors, nearest_numbers
 
 
-def test_an_error_shows_every_problem_no_character_that_a_terminal_obeys_and_has_an_exit_code() -> None:
+def test_errors_and_numbers_near_a_value() -> None:
     assert str(ConfigError("a is wrong")) == "a is wrong"
     both = ConfigError(["a is wrong", "b is wrong"])
     assert both.problems == ["a is wrong", "b is wrong"]
@@ -11,9 +11,6 @@ def test_an_error_shows_every_problem_no_character_that_a_terminal_obeys_and_has
     assert issubclass(ConfigError, ValueError)
     for sign in ["\x1b", "\u2028", "\ud800"]:
         assert str(ConfigError(f"a{sign}b\tc\nd")) == f"a{ascii(sign)[1:-1]}b\tc\nd"
-
-
-def test_nearest_numbers_and_divisors() -> None:
     for value, valid, expected in [(3, [1, 2, 4, 8], [2, 4]), (4, [1, 4], [4]), (9, [1, 2], [2]), (1, [2, 4], [2])]:
         assert nearest_numbers(value, valid) == expected
     for number, expected in [(1, {1}), (12, {1, 2, 3, 4, 6, 12}), (16, {1, 2, 4, 8, 16}), (2**31 - 1, {1, 2**31 - 1})]:

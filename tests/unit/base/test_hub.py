@@ -169,7 +169,9 @@ def test_a_look_fetches_nothing(user: User, site: Site) -> None:
     assert site.requests == []
 
 
-def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_and_files_are_known_by_their_hashes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     download = hub.HubFiles.download
 
     def full(wanted: hub.HubFiles, *, local_files_only: bool = False) -> Path:
@@ -181,9 +183,6 @@ def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.Mon
     told = r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
     with pytest.raises(ConfigError, match=told):
         resolve_weights("acme/tiny", cached=False)
-
-
-def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
     names = {
         "large": hashlib.sha256(b"large").hexdigest(),
         "small": hashlib.sha1(b"blob 5\0small").hexdigest(),

@@ -27,7 +27,7 @@ def test_plain_scalars_follow_the_core_schema(text: str, value: object) -> None:
         assert type(read) is type(value)
 
 
-def test_files() -> None:
+def test_files_are_read_and_written() -> None:
     assert parse_yaml("a: |\n  1\nb: >-\n  2\nc: '3'", "test") == {"a": "1\n", "b": "2", "c": "3"}
     assert parse_yaml("# only a comment\n", "test") is None
     # Fault 21: aliases and levels within the bounds are read.
@@ -37,6 +37,12 @@ def test_files() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml("a:\n  b: 1\n  b: 2\nc: 3\nc: 4\n", "my.yaml")
     assert caught.value.problems == ["my.yaml, line 3: a.b is given twice", "my.yaml, line 5: c is given twice"]
+    for number in [1e-8, 1e22, math.pi]:
+        assert yaml.safe_load(dump_yaml({"lr": number})) == {"lr": number}
+    for sign in ["\x1b", "\u2028", "\x85"]:
+        text = dump_yaml({"prompt": f"a{sign}b"})
+        assert text.removesuffix("\n").isprintable()
+        assert parse_yaml(text, "test") == {"prompt": f"a{sign}b"}
 
 
 BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]\n" for n in range(12))
@@ -76,12 +82,3 @@ LEAVES = (
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LEAVES | st.lists(LEAVES) | st.just({"x": 1})))
 def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
     assert parse_yaml(dump_yaml(values), "test") == values
-
-
-def test_other_readers_see_numbers_and_escapes_for_what_a_terminal_obeys() -> None:
-    for number in [1e-8, 1e22, math.pi]:
-        assert yaml.safe_load(dump_yaml({"lr": number})) == {"lr": number}
-    for sign in ["\x1b", "\u2028", "\x85"]:
-        text = dump_yaml({"prompt": f"a{sign}b"})
-        assert text.removesuffix("\n").isprintable()
-        assert parse_yaml(text, "test") == {"prompt": f"a{sign}b"}

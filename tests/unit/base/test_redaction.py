@@ -22,14 +22,11 @@ def test_log_ins_and_query_strings_are_hidden_in_any_text(text: str, shown: str)
     assert redacted(shown) == shown, "a text may pass twice"
 
 
-def test_no_error_shows_a_query_string() -> None:
+def test_errors_command_lines_and_records_hide_secrets() -> None:
     for kind in [RunError, ConfigError, DataError]:
         assert str(kind(f"{SIGNED} is wrong")) == "https://store.example/data.txt?(redacted) is wrong"
         error = ConfigError([f"a: {SIGNED}", "b"])
         assert "5ecret" not in f"{error} {error!r} {error.args} {error.problems}"
-
-
-def test_secrets_on_the_command_line() -> None:
     for given, shown in [
         (["--api-key", "abc", "next"], ["--api-key", "(redacted)", "next"]),
         (
@@ -40,6 +37,23 @@ def test_secrets_on_the_command_line() -> None:
         (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
     ]:
         assert redacted_arguments(given) == shown
+    # The value of a key hides with its name; a key that only sounds like a secret keeps its value.
+    record = {
+        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://me:5ecret@bucket/x", "day": date(2026, 1, 1)},
+        "launch": {"environment": {"HF_TOKEN": "5ecret", "DB_PASSWD": "5ecret", "TOKENIZERS_PARALLELISM": "false"}},
+        "hub": [{"api_key": "5ecret", "token": None}],
+        "command": ["shardwise", "train", "hub.token=5ecret", "--password", "5ecret"],
+        "loss": 2.5,
+    }
+    assert without_secrets(record) == {
+        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://(redacted)@bucket/x", "day": "2026-01-01"},
+        "launch": {
+            "environment": {"HF_TOKEN": "(redacted)", "DB_PASSWD": "(redacted)", "TOKENIZERS_PARALLELISM": "false"}
+        },
+        "hub": [{"api_key": "(redacted)", "token": None}],
+        "command": ["shardwise", "train", "hub.token=(redacted)", "--password", "(redacted)"],
+        "loss": 2.5,
+    }
 
 
 def test_only_variables_that_help_are_recorded() -> None:
@@ -68,24 +82,4 @@ def test_only_variables_that_help_are_recorded() -> None:
         "NCCL_X": "https://store.example/data.txt?(redacted)",
         "NCCL_FOO": "--password (redacted) --level 3",
         "XLA_FLAGS": "--a=1 --my_token=(redacted)",
-    }
-
-
-def test_a_record_without_secrets() -> None:
-    """The value of a key hides with its name; a key that only sounds like a secret keeps its value."""
-    record = {
-        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://me:5ecret@bucket/x", "day": date(2026, 1, 1)},
-        "launch": {"environment": {"HF_TOKEN": "5ecret", "DB_PASSWD": "5ecret", "TOKENIZERS_PARALLELISM": "false"}},
-        "hub": [{"api_key": "5ecret", "token": None}],
-        "command": ["shardwise", "train", "hub.token=5ecret", "--password", "5ecret"],
-        "loss": 2.5,
-    }
-    assert without_secrets(record) == {
-        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://(redacted)@bucket/x", "day": "2026-01-01"},
-        "launch": {
-            "environment": {"HF_TOKEN": "(redacted)", "DB_PASSWD": "(redacted)", "TOKENIZERS_PARALLELISM": "false"}
-        },
-        "hub": [{"api_key": "(redacted)", "token": None}],
-        "command": ["shardwise", "train", "hub.token=(redacted)", "--password", "(redacted)"],
-        "loss": 2.5,
     }

@@ -40,7 +40,7 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
     return caught.value.problems
 
 
-def test_every_nth_block_without_rotary_positions_or_a_window() -> None:
+def test_positions_windows_and_other_names_of_keys() -> None:
     every_fourth = model_of("smollm3", num_hidden_layers=6)
     assert [every_fourth.rotates(layer) for layer in range(6)] == [True, True, True, False, True, True]
     assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1, 0, 1]) == every_fourth
@@ -52,9 +52,6 @@ def test_every_nth_block_without_rotary_positions_or_a_window() -> None:
     ):
         model = model_of("qwen2", num_hidden_layers=4, **changes)
         assert [model.window(layer) for layer in range(4)] == windows
-
-
-def test_other_names_of_keys_and_what_is_derived() -> None:
     names = {"n_embd": 64, "n_inner": 256, "n_layer": 2, "n_head": 4, "n_positions": 64, "hidden_act": "gelu"}
     model = config_of({"family": "gpt", "vocab_size": 512, **names, "layer_norm_eps": 1e-4}).model
     assert model == model_of("gpt", activation_function="gelu", layer_norm_epsilon=1e-4)

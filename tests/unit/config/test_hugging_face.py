@@ -69,7 +69,7 @@ def test_round_trip_through_transformers(name: str, tmp_path: Path) -> None:
     assert read_hugging_face(tmp_path) == read_hugging_face(tmp_path / "config.json")
 
 
-def test_what_other_programs_read_is_written_where_it_is_true() -> None:
+def test_two_ways_to_say_the_same_and_what_other_programs_read() -> None:
     assert to_hugging_face(model_of(theirs("gpt2").to_dict()))["n_ctx"] == 1024
     gemma = without(theirs("gemma3").to_dict(), "sliding_window_pattern", "_sliding_window_pattern")
     sliding, full = "sliding_attention", "full_attention"
@@ -91,6 +91,23 @@ def test_what_other_programs_read_is_written_where_it_is_true() -> None:
     assert to_hugging_face(model_of(MISTRAL_7B))["sliding_window"] is None
     assert "head_dim" not in to_hugging_face(model_of(QWEN2_5_7B))
     assert to_hugging_face(model_of({**QWEN2_5_7B, "head_dim": 64}))["head_dim"] == 64
+    neuronx = {"sequence_parallel_enabled": False, "selective_checkpoint_enabled": True, "move_model_to_device": True}
+    bert, blocks = {"model_type": "bert"}, without(SMOLLM3_3B, "no_rope_layers")
+    for values, same in (
+        ({**GPT2, "torch_dtype": "float16"}, GPT2),
+        ({**without(GPT2, "n_embd", "n_head"), "hidden_size": 768, "num_attention_heads": 12}, GPT2),
+        ({**LLAMA2_7B, "pad_token_id": 0, **neuronx}, LLAMA2_7B),
+        ({**LLAMA2_7B, "hidden_act": "swish"}, LLAMA2_7B),
+        (bert | {"hidden_act": "gelu_python"}, bert),
+        (blocks, SMOLLM3_3B),
+        (blocks | {"no_rope_layer_interval": 6}, {**SMOLLM3_3B, "no_rope_layers": [1, 1, 1, 1, 1, 0] * 6}),
+        ({**LLAMA2_7B, "rope_scaling": {"factor": 2.0}}, LLAMA2_7B),  # fault 10: without a type it scales nothing
+        ({**LLAMA2_7B, "rope_parameters": {"rope_theta": 1e4, "factor": 2}}, LLAMA2_7B),
+    ):
+        assert model_of(values) == model_of(same), values
+    # Null heads are as many as those of queries, where an absent field means another number.
+    assert model_of(MISTRAL_7B | {"num_key_value_heads": None}).num_key_value_heads == 32
+    assert model_of({"model_type": "smollm3", "num_key_value_heads": None}).num_key_value_heads == 16
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "GPT2", "Bert"])
@@ -127,26 +144,6 @@ def test_a_sparse_family_writes_what_other_programs_need(name: str, needed: dict
     assert model_of(written) == model_of(FILES[name])
 
 
-def test_two_ways_to_say_the_same() -> None:
-    neuronx = {"sequence_parallel_enabled": False, "selective_checkpoint_enabled": True, "move_model_to_device": True}
-    bert, blocks = {"model_type": "bert"}, without(SMOLLM3_3B, "no_rope_layers")
-    for values, same in (
-        ({**GPT2, "torch_dtype": "float16"}, GPT2),
-        ({**without(GPT2, "n_embd", "n_head"), "hidden_size": 768, "num_attention_heads": 12}, GPT2),
-        ({**LLAMA2_7B, "pad_token_id": 0, **neuronx}, LLAMA2_7B),
-        ({**LLAMA2_7B, "hidden_act": "swish"}, LLAMA2_7B),
-        (bert | {"hidden_act": "gelu_python"}, bert),
-        (blocks, SMOLLM3_3B),
-        (blocks | {"no_rope_layer_interval": 6}, {**SMOLLM3_3B, "no_rope_layers": [1, 1, 1, 1, 1, 0] * 6}),
-        ({**LLAMA2_7B, "rope_scaling": {"factor": 2.0}}, LLAMA2_7B),  # fault 10: without a type it scales nothing
-        ({**LLAMA2_7B, "rope_parameters": {"rope_theta": 1e4, "factor": 2}}, LLAMA2_7B),
-    ):
-        assert model_of(values) == model_of(same), values
-    # Null heads are as many as those of queries, where an absent field means another number.
-    assert model_of(MISTRAL_7B | {"num_key_value_heads": None}).num_key_value_heads == 32
-    assert model_of({"model_type": "smollm3", "num_key_value_heads": None}).num_key_value_heads == 16
-
-
 @pytest.mark.parametrize("scaling", ROWS["rope_scalings"], ids=lambda scaling: scaling["rope_type"])
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
 def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_path: Path) -> None:
@@ -164,7 +161,7 @@ def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_pa
     assert read.rope_parameters == {**scaling, "rope_theta": theta, **part}
 
 
-def test_every_unsupported_field_is_told() -> None:
+def test_unsupported_fields_and_files_that_are_no_configuration(tmp_path: Path) -> None:
     unsupported = {
         "scale_attn_by_inverse_layer_idx": True,
         "activation_function": "quick_gelu",
@@ -183,6 +180,18 @@ def test_every_unsupported_field_is_told() -> None:
     for name in ("rope_scaling", "rope_parameters"):  # fault 10: one error, and not another for what it lacks
         told = [f'{name} ("linear") must be an object']
         assert problems({**LLAMA2_7B, "rope_theta": 5e5, name: "linear"}) == told
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "cut.json").write_text('{"model_type": ')
+    (tmp_path / "list.json").write_text("[]")
+    for path, told in (
+        (tmp_path, r"the folder .* holds no config\.json"),
+        (tmp_path / "none", r"there is no file or folder .*none"),
+        (tmp_path / "binary.json", r"binary\.json cannot be read"),
+        (tmp_path / "cut.json", r"cut\.json is not JSON: Expecting value \(line 1, column 16\)"),
+        (tmp_path / "list.json", r"list\.json must hold a JSON object"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            read_hugging_face(path)
 
 
 @pytest.mark.parametrize(
@@ -272,21 +281,6 @@ def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_pa
 def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):
         from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
-
-
-def test_files_that_are_no_configuration_or_not_there(tmp_path: Path) -> None:
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "cut.json").write_text('{"model_type": ')
-    (tmp_path / "list.json").write_text("[]")
-    for path, told in (
-        (tmp_path, r"the folder .* holds no config\.json"),
-        (tmp_path / "none", r"there is no file or folder .*none"),
-        (tmp_path / "binary.json", r"binary\.json cannot be read"),
-        (tmp_path / "cut.json", r"cut\.json is not JSON: Expecting value \(line 1, column 16\)"),
-        (tmp_path / "list.json", r"list\.json must hold a JSON object"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            read_hugging_face(path)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,30 @@ def test_what_fits(world: int, overrides: list[str], data: int, accumulation: in
     assert layout.pipeline == 1
 
 
-def test_what_an_absent_axis_does_not_check() -> None:
+def test_absent_axes_heads_and_places_of_ranks() -> None:
     """Sequence parallelism has no effect without tensor parallelism; scaled positions allow longer sequences."""
     assert layout_of(["parallel.sequence=true", "train.sequence_length=63"], world=1).sequence_parallel is False
     overrides = ["train.sequence_length=128", "model.rope_scaling={rope_type: linear, factor: 2}"]
     assert layout_of(overrides, world=1).world == 1
+    sizes = ("num_attention_heads=12", "head_dim=8", "intermediate_size=192", "hidden_size=96")
+
+    def keys(kv_heads: int, tensor: int) -> list[str]:
+        return [*(f"model.{size}" for size in (*sizes, f"num_key_value_heads={kv_heads}")), f"parallel.tensor={tensor}"]
+
+    assert [layout_of(keys(*degrees), world=degrees[1]).tensor for degrees in ((2, 4), (4, 2))] == [4, 2]
+    assert "divide or be a multiple of model.num_key_value_heads (6)" in problem(*keys(6, 4), world=4)
+    # As `Mesh` orders them: pipeline, data, tensor.
+    layout = Layout(16, tensor=2, pipeline=2)
+    assert layout.data == 4
+    assert [layout.ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
+    assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
+    assert [layout.coordinates(rank) for rank in (0, 1, 2, 15)] == [
+        {"pp": 0, "dp": 0, "tp": 0},
+        {"pp": 0, "dp": 0, "tp": 1},
+        {"pp": 0, "dp": 1, "tp": 0},
+        {"pp": 1, "dp": 3, "tp": 1},
+    ]
+    assert Layout(8, tensor=2, context=2).coordinates(6) == {"pp": 0, "dp": 1, "cp": 1, "tp": 0}
 
 
 @pytest.mark.parametrize(
@@ -43,16 +62,6 @@ def test_what_no_trained_tokenizer_can_do_needs_one_or_weights(keys: list[str]) 
         assert layout_of([*keys, given], world=1)
 
 
-def test_key_value_heads_are_cut_or_replicated() -> None:
-    sizes = ("num_attention_heads=12", "head_dim=8", "intermediate_size=192", "hidden_size=96")
-
-    def keys(kv_heads: int, tensor: int) -> list[str]:
-        return [*(f"model.{size}" for size in (*sizes, f"num_key_value_heads={kv_heads}")), f"parallel.tensor={tensor}"]
-
-    assert [layout_of(keys(*degrees), world=degrees[1]).tensor for degrees in ((2, 4), (4, 2))] == [4, 2]
-    assert "divide or be a multiple of model.num_key_value_heads (6)" in problem(*keys(6, 4), world=4)
-
-
 def test_all_misfits_are_told_at_once() -> None:
     overrides = ("parallel.sequence=true", "train.global_batch=9", "optimizer.warmup_steps=99")
     found = problems("parallel.tensor=3", *overrides, world=6)
@@ -62,21 +71,6 @@ def test_all_misfits_are_told_at_once() -> None:
     assert heads in problems("parallel.tensor=3", world=3)
     told = "parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones"
     assert problem("parallel.context=2", recipe="bert-tiny", world=2).startswith(told)
-
-
-def test_which_ranks_are_a_pipeline_rank() -> None:
-    """As `Mesh` orders them: pipeline, data, tensor."""
-    layout = Layout(16, tensor=2, pipeline=2)
-    assert layout.data == 4
-    assert [layout.ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
-    assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
-    assert [layout.coordinates(rank) for rank in (0, 1, 2, 15)] == [
-        {"pp": 0, "dp": 0, "tp": 0},
-        {"pp": 0, "dp": 0, "tp": 1},
-        {"pp": 0, "dp": 1, "tp": 0},
-        {"pp": 1, "dp": 3, "tp": 1},
-    ]
-    assert Layout(8, tensor=2, context=2).coordinates(6) == {"pp": 0, "dp": 1, "cp": 1, "tp": 0}
 
 
 def test_a_layout_checks_itself_and_is_recorded_under_the_names_of_the_format() -> None:

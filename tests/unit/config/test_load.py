@@ -41,16 +41,13 @@ def test_values_that_no_file_holds_are_refused(override: str, told: str) -> None
     assert problem(override).startswith(told)
 
 
-def test_fault_20_variables_that_bash_does_not_take_or_sets_are_refused() -> None:
+def test_fault_20_variables_and_options_that_make_another_job_are_refused() -> None:
     for name in ("1", "ä", "A-B", '"A\\nB"', "A=B", '""'):
         assert "must be a variable's name with a text or a number" in problem(f"launch.environment={{{name}: a}}")
     assert problems("launch.environment={UID: 1, HOME: /a, BASHOPTS: a}") == [
         f"launch.environment.{name} must be left out: bash, which runs the job's script, sets it"
         for name in ("UID", "BASHOPTS")
     ]
-
-
-def test_fault_20_options_of_sbatch_that_make_another_job_are_refused() -> None:
     for option, told in {
         "--array=0-3": "must be without --array: a job is one training: submit each by itself",
         "--job-name=a": "must be without --job-name: --run-dir sets it",
@@ -61,16 +58,13 @@ def test_fault_20_options_of_sbatch_that_make_another_job_are_refused() -> None:
     assert load_config("llama2-tiny", [f"launch.sbatch=[{', '.join(map(repr, options))}]"]).launch.sbatch == options
 
 
-def test_what_cannot_be_streamed() -> None:
+def test_what_cannot_be_streamed_and_all_mistakes_at_once() -> None:
     streaming = ("data.streaming=true", "data.tokenizer=t")
     assert problem(*streaming) == "data.streaming (true) must be false with data.dataset (tiny), which is small"
     for named in ("data.path=wiki data.format=megatron", "data.path=shards data.format=hdf5", "data.blend=[1,wiki]"):
         assert problem(*streaming, *named.split()).endswith(": tokens are read as they are"), named
     config = load_config("llama2-tiny", [*streaming, "data.dataset=a/b", "data.shuffle_buffer=5"])
     assert (config.data.is_hub_dataset, config.data.shuffle_buffer) == (True, 5)
-
-
-def test_all_mistakes_and_missing_keys_are_told_at_once() -> None:
     found = problems("nonsense", "train.steps=x", "optimizer.min_lr=1", "model.num_attention_heads=four", "data.pth=a")
     names = ["data.pth:", "model.num_attention_heads", "optimizer.min_lr", "the", "train.steps"]
     assert sorted(text.split()[0] for text in found) == names

@@ -20,7 +20,7 @@ def resolved(*overrides: str) -> dict[str, Any]:
     return load_config("llama2-tiny", ["data.dataset=null", WEB, CODE, *overrides]).recorded()
 
 
-def test_a_stage_must_begin_before_the_end_and_an_evaluation_needs_a_part_that_is_held_out() -> None:
+def test_stages_and_changes_of_a_mixture() -> None:
     stages = ("data.stages=[{at: 20, weights: {web: 1}}]", "train.steps=20")
     told = "data.stages.0.at (20) must be less than train.steps (20): leave out"
     assert problem("data.dataset=null", WEB, *stages, world=1).startswith(told)
@@ -28,6 +28,22 @@ def test_a_stage_must_begin_before_the_end_and_an_evaluation_needs_a_part_that_i
     keys = ("data.dataset=null", whole, "train.eval_every=2")
     assert "the split of at least one source of data.mixture must leave" in problem(*keys, world=1)
     assert load_config("llama2-tiny", [*keys, "data.mixture.code.split=9,1"]).evaluates_held_out
+    new = resolved("data.mixture.code.weight=0.4", "data.stages=[{at: 4, weights: {web: 1}}]")
+    (sentence,) = resume_problems(resolved(), new)
+    assert 'data.mixture.code ({"path": "code", "weight": 0.4}) must be {"path": "code", "weight": 0.3}' in sentence
+    assert "by --change data.stages --change data.mixture" in sentence
+    assert resume_problems(resolved(), new, check_changes(["data.mixture", "data.stages"])) == []
+    assert resume_changes(resolved(), new) == [
+        'data.stages [] → [{"at": 4, "weights": {"web": 1.0}}]',
+        'data.mixture.code {"path": "code", "weight": 0.3} → {"path": "code", "weight": 0.4}',
+    ]
+    for key, expected in {
+        "train.steps": "--change train.steps must be left out: this key may change in any run",
+        "model.hidden_size": "fits no other model.hidden_size",
+        "data.stage": "--change data.stage: there is no such key",
+    }.items():
+        with pytest.raises(ConfigError, match=expected):
+            check_changes([key])
 
 
 def test_the_mixture_of_the_page_is_read() -> None:
@@ -39,25 +55,3 @@ def test_the_mixture_of_the_page_is_read() -> None:
     assert [*data.mixture] == ["web", "code", "math"]
     assert data.stages[1].weights == {"math": 1.0}
     assert data.stages[1].at > data.stages[0].at
-
-
-def test_a_run_goes_on_with_another_mixture_only_where_it_is_named() -> None:
-    new = resolved("data.mixture.code.weight=0.4", "data.stages=[{at: 4, weights: {web: 1}}]")
-    (sentence,) = resume_problems(resolved(), new)
-    assert 'data.mixture.code ({"path": "code", "weight": 0.4}) must be {"path": "code", "weight": 0.3}' in sentence
-    assert "by --change data.stages --change data.mixture" in sentence
-    assert resume_problems(resolved(), new, check_changes(["data.mixture", "data.stages"])) == []
-    assert resume_changes(resolved(), new) == [
-        'data.stages [] → [{"at": 4, "weights": {"web": 1.0}}]',
-        'data.mixture.code {"path": "code", "weight": 0.3} → {"path": "code", "weight": 0.4}',
-    ]
-
-
-def test_changes_that_need_no_flag_or_have_none_are_refused() -> None:
-    for key, expected in {
-        "train.steps": "--change train.steps must be left out: this key may change in any run",
-        "model.hidden_size": "fits no other model.hidden_size",
-        "data.stage": "--change data.stage: there is no such key",
-    }.items():
-        with pytest.raises(ConfigError, match=expected):
-            check_changes([key])

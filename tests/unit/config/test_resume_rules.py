@@ -65,14 +65,11 @@ def test_what_must_stay(override: str, difference: str) -> None:
     assert fix == f"set it back{change}{rest}"
 
 
-def test_a_key_younger_than_the_run_had_its_default() -> None:
+def test_younger_keys_all_that_differs_and_batches_that_stay() -> None:
     old = resolved()
     del old["train"]["skip_batches"], old["train"]["dropout_mode"], old["checkpoint"]
     expect_no_change(old, resolved())
     assert resume_changes(old, resolved("checkpoint.every=5")) == ["checkpoint.every 0 → 5"]
-
-
-def test_all_that_differs_and_a_configuration_that_is_none_are_told() -> None:
     (problem,) = resume_problems(resolved(), resolved(recipe="gpt-tiny"))
     assert "  model.family (gpt) must be llama\n" in problem
     assert problem.count(") must be ") > 3
@@ -82,9 +79,6 @@ def test_all_that_differs_and_a_configuration_that_is_none_are_told() -> None:
     (problem,) = resume_problems({"model": {"family": "llama"}}, resolved())
     assert problem.startswith("the configuration of the run in this folder is not valid:\n  ")
     assert "model.vocab_size is missing" in problem
-
-
-def test_a_run_says_why_it_keeps_its_batch() -> None:
     rule = load_config("llama2-tiny", ["train.global_batch=4 per 1 rank"])
     began = rule.with_batch_for(2).model_dump(mode="json")
     note = "global batch: 8 is kept, as the run in this folder has it; train.global_batch=NUMBER changes it"

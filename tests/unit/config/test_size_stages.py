@@ -11,7 +11,7 @@ def config(*stages: str) -> sections.Config:
     return load_config("llama2-tiny", ["train.steps=8", f"data.stages=[{', '.join(stages)}]"])
 
 
-def test_each_stage_is_a_configuration_of_its_own() -> None:
+def test_each_stage_is_a_configuration_at_a_place_in_the_data() -> None:
     run = config(LONG, MIDDLE)
     stages = size_stages_of(run)
     assert [(stage.steps_before, stage.last_step) for stage in stages] == [(0, 4), (4, 6), (6, 8)]
@@ -32,9 +32,6 @@ def test_each_stage_is_a_configuration_of_its_own() -> None:
         assert config_from_sections(values).train == stage.train
         assert values["data"]["stages"] == []
     assert sections.values_at_step(run.recorded(), 5) == stages[1].model_dump(mode="json")
-
-
-def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
     stages = size_stages_of(config(LONG, MIDDLE))
     assert sections.tokens_of_run(stages[0]) == 4 * 512 + 2 * 512 + 2 * 256
     assert sections.samples_between(stages[2], 3, 7) == (512 + 1024 + 256) // 32

@@ -27,7 +27,7 @@ def glm(tensor: int = 1, **keys: Any) -> Config:
     )
 
 
-def test_tensor_parallelism_divides_the_width_of_an_expert() -> None:
+def test_what_a_rank_has_of_experts() -> None:
     with pytest.raises(ConfigError) as caught:
         check_layout(glm(tensor=4), 4)
     assert list(caught.value.problems) == [
@@ -35,6 +35,15 @@ def test_tensor_parallelism_divides_the_width_of_an_expert() -> None:
     ]
     # Without experts nothing has this width.
     assert check_layout(glm(tensor=4, first_k_dense_replace=2), 4).tensor == 4
+    config = load_config("olmoe-tiny", ["parallel.expert=4"])
+    layout = check_layout(config, 4)
+    experts = 8 * 8 // 4 * 3 * 64 * 64
+    ((_, held),) = partition_by_rank(config, layout)
+    found = expected_memory(config, layout)
+    # Two moments in float32 of each element; ZeRO-1 cuts those that all four ranks have.
+    assert found.optimizer == pytest.approx(8 * (experts + (held - experts) / 4), rel=0.001)
+    ((_, alone),) = partition_by_rank(load_config("olmoe-tiny"), check_layout(load_config("olmoe-tiny"), 4))
+    assert alone == held + 3 * experts
 
 
 def test_fields_and_blocks_of_deepseek_that_this_family_lacks() -> None:
@@ -50,18 +59,6 @@ def test_fields_and_blocks_of_deepseek_that_this_family_lacks() -> None:
     # A model that has this block itself is another model.
     _, problems = find_sources("it", "glm4_moe", {**shapes, "model.layers.1.mlp.up_proj.weight": (4, 2)}, stored)
     assert problems == ["it has model.layers.1.eh_proj.weight [2, 4], which the model lacks"]
-
-
-def test_a_rank_keeps_all_state_of_experts_that_it_alone_has() -> None:
-    config = load_config("olmoe-tiny", ["parallel.expert=4"])
-    layout = check_layout(config, 4)
-    experts = 8 * 8 // 4 * 3 * 64 * 64
-    ((_, held),) = partition_by_rank(config, layout)
-    found = expected_memory(config, layout)
-    # Two moments in float32 of each element; ZeRO-1 cuts those that all four ranks have.
-    assert found.optimizer == pytest.approx(8 * (experts + (held - experts) / 4), rel=0.001)
-    ((_, alone),) = partition_by_rank(load_config("olmoe-tiny"), check_layout(load_config("olmoe-tiny"), 4))
-    assert alone == held + 3 * experts
 
 
 OBJECTIVES: list[tuple[dict[str, Any], str, str]] = [

@@ -144,7 +144,7 @@ def test_initial_weights_are_bit_equal_at_every_layout(cut: str, degree: int) ->
         assert torch.equal(found[held], reference[held]), f"{cut}: rank {rank} of {degree} drew other values"
 
 
-def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
+def test_shards_blocks_names_and_seeds_draw_differently() -> None:
     """BERT-TP seeded every shard alike: equal shards, standard deviation too small by the root of TP."""
     shards = []
     for rank in range(4):
@@ -158,8 +158,6 @@ def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
     for rank, shard in enumerate([*shards, torch.cat(shards)]):
         assert abs(float(shard.std()) / 0.02 - 1) < 0.03, f"standard deviation of shard {rank}: {float(shard.std())}"
 
-
-def test_blocks_rows_names_and_seeds_draw_differently() -> None:
     def draw(seed: int, name: str, rows: int = 2 * SEEDED_ROWS) -> Tensor:
         piece = placement.Piece.rows(name, (rows, 8), Group(), NORMAL)
         return placement.make_parameter((rows, 8), (piece,), Group(), seed=seed).detach()

@@ -58,7 +58,7 @@ def bucket_elements() -> int:
     return sum(-(-elements // 128) * 128 for elements in (matrices, (2 * L + 1) * H))
 
 
-def test_tensor_parallelism() -> None:
+def test_tensor_parallelism_and_berts_heads() -> None:
     """One process is silent. Any other layout is measured on ranks by tests/dist/test_cells.py."""
     n = 4  # micro-batches
     whole = n * HIDDEN * (1 + 2 * L + 1 + 2 * L) + n * STATS  # embedding, blocks, head's dx, blocks backward
@@ -68,6 +68,14 @@ def test_tensor_parallelism() -> None:
         ("tp", "all_reduce"): 2 * whole / 2,
         ("world", "all_reduce"): 2 * NORMS / 2,
     }
+    n, predicted = 4, 5 * B
+    found = by_tensor(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
+    assert found["largest logit of each token"] == n * 4 * predicted
+    assert found["inputs of the decoder and of the classifier"] == n * 4 * (predicted + B) * H / 2
+    assert found["gradient of the decoder's input"] == n * 4 * predicted * H
+    assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
+    evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
+    assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
 
 
 @pytest.mark.parametrize(("kv_heads", "axis"), [(2, "tp/2"), (1, "tp")])
@@ -127,17 +135,6 @@ def test_full_recompute_repeats_what_comes_before_the_last_saved_tensor(name: st
     expected = {f"{INPUTS}, recomputed": 2, f"{OUTPUTS}, recomputed": left}
     assert again == {what: 4 * times * L * HIDDEN / 2 for what, times in expected.items() if times}
     assert {what: amount for what, amount in found.items() if what in plain} == plain
-
-
-def test_berts_heads_see_masked_positions_only() -> None:
-    n, predicted = 4, 5 * B
-    found = by_tensor(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
-    assert found["largest logit of each token"] == n * 4 * predicted
-    assert found["inputs of the decoder and of the classifier"] == n * 4 * (predicted + B) * H / 2
-    assert found["gradient of the decoder's input"] == n * 4 * predicted * H
-    assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
-    evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
-    assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,22 @@ def test_a_ranks_parameters_are_its_stages(name: str, stages: str, tensor: int) 
     assert local_parameter_count(config(name).model, tensor, stages=STAGES[stages]) == sum(n for n, _ in stored)
 
 
-def test_the_vocabularys_multiple_is_padding() -> None:
+def test_padding_of_the_vocabulary_and_the_175b_layout() -> None:
     chosen = config("llama", parallel={"vocab_multiple": 16})
     rows = {multiple: local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
     assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
     assert rows[64] - rows[1] == 2 * (64 - 25) * H  # type: ignore[operator]
     assert checkpoint_bytes(chosen) == checkpoint_bytes(config("llama"))
+    # Each rank has a 32nd of an eighth of the blocks; the ends have the padded vocabulary too.
+    recipe = load_config("gpt3-175b")
+    layout = check_layout(recipe, 256)
+    plan = stage_plan(recipe, layout)
+    held = [local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan]
+    hidden = 12288
+    block = (12 * hidden**2 + 3 * hidden + 4 * hidden) // 32 + 6 * hidden
+    assert held[1:-1] == [12 * block] * 6
+    assert held[0] == 12 * block + (1664 + 2048) * hidden
+    assert held[-1] == 12 * block + (1664 + 2) * hidden
 
 
 def test_the_ranks_of_pipelines_that_hold_losses_and_need_most() -> None:
@@ -146,16 +156,3 @@ def test_a_walk_through_an_order() -> None:
     assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
     assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
-
-
-def test_the_175b_layout_is_computed() -> None:
-    """Each rank has a 32nd of an eighth of the blocks; the ends have the padded vocabulary too."""
-    recipe = load_config("gpt3-175b")
-    layout = check_layout(recipe, 256)
-    plan = stage_plan(recipe, layout)
-    held = [local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan]
-    hidden = 12288
-    block = (12 * hidden**2 + 3 * hidden + 4 * hidden) // 32 + 6 * hidden
-    assert held[1:-1] == [12 * block] * 6
-    assert held[0] == 12 * block + (1664 + 2048) * hidden
-    assert held[-1] == 12 * block + (1664 + 2) * hidden

@@ -94,10 +94,17 @@ def test_muon_keeps_one_state_of_each_matrix_of_a_block(data: int) -> None:
     assert checkpoint_bytes(chosen) == 4 * (3 * parameters(chosen) - matrices)
 
 
-def test_zero_shares_state_out_over_data_parallelism_alone() -> None:
+def test_zero_shares_state_over_data_parallelism_alone_and_nothing_is_known_of_own_models() -> None:
     """Two moments in float32 of a quarter of what a tensor-parallel rank holds, and padding."""
     state = estimate(config(), Layout(8, tensor=2)).optimizer
     assert state == pytest.approx(2 * 4 * parameters(config(), 2) / 4, rel=1e-3)
+    assert parameter_count(OWN.model) is None
+    assert local_parameter_count(OWN.model, 2) is None
+    assert canonical_tensor_count(OWN.model) is None
+    assert expected_memory(OWN, Layout(1)) is None
+    assert checkpoint_bytes(OWN) is None
+    assert wire_bytes(step_transfers(OWN, Layout(2))) is None
+    assert wire_bytes(evaluation_transfers(OWN, Layout(2))) is None
 
 
 class Saved:
@@ -234,13 +241,3 @@ def test_what_norms_losses_and_tied_heads_hold() -> None:
 def test_bytes_of_a_checkpoint(mode: str | None, moments: str | None, accelerator: bool, each: int) -> None:
     chosen = config(mode=mode, moments=moments)
     assert checkpoint_bytes(chosen, accelerator) == each * parameters(chosen)
-
-
-def test_of_a_model_of_your_own_nothing_is_known() -> None:
-    assert parameter_count(OWN.model) is None
-    assert local_parameter_count(OWN.model, 2) is None
-    assert canonical_tensor_count(OWN.model) is None
-    assert expected_memory(OWN, Layout(1)) is None
-    assert checkpoint_bytes(OWN) is None
-    assert wire_bytes(step_transfers(OWN, Layout(2))) is None
-    assert wire_bytes(evaluation_transfers(OWN, Layout(2))) is None

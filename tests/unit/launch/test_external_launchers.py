@@ -33,7 +33,7 @@ def adopted(**variables: str) -> dict[str, str]:
     return variables
 
 
-def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
+def test_tasks_of_srun_have_their_places_hosts_and_ports() -> None:
     variables = dict(SRUN)
     assert may_be_a_task(variables)
     external_launchers.adopt_task(variables)
@@ -45,8 +45,6 @@ def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
     for nodes, first in [("n1", "n1"), ("rack[1-2]node[04-08]-ib", "rack1node04-ib"), ("a,b[1-2]", "a")]:
         assert external_launchers.first_name(nodes) == first
 
-
-def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
     def port(**changed: str) -> int:
         return int(adopted(**{**SRUN, **changed})["MASTER_PORT"])
 

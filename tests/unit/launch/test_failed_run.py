@@ -70,19 +70,16 @@ def test_lines_of_a_failure_before_a_step_and_with_a_traceback(run: Path) -> Non
     assert lines[:2] == ["FAILED at step 25: rank 1 failed: ValueError: x.", f"log: {log}"]
 
 
-def test_a_rank_that_lost_another_one_leaves_its_record(run: Path) -> None:
-    assert failure_text(LOST, run, FIRST, None).startswith("FAILED at step 25: rank 0 lost")
-    failure_text(KILLED, run, FIRST, None)
-    assert failure_text(LOST, run, FIRST, None) == LOST.text
-    assert json.loads((run / "failure.json").read_text())["rank"] == 1
-
-
-def test_wrong_input_and_what_is_no_run_stay_as_they_are(run: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_no_failure_and_a_rank_that_lost_another_leaves_its_record(run: Path, tmp_path: Path) -> None:
     wrong = Failure(0, "data.path (x) must be there", 2)
     assert failure_text(wrong, run, FIRST, None) == wrong.text
     assert failure_text(KILLED, tmp_path / "new", FIRST, None) == KILLED.text
     assert failure_text(KILLED, None, FIRST, None) == KILLED.text
     assert not (run / "failure.json").exists()
+    assert failure_text(LOST, run, FIRST, None).startswith("FAILED at step 25: rank 0 lost")
+    failure_text(KILLED, run, FIRST, None)
+    assert failure_text(LOST, run, FIRST, None) == LOST.text
+    assert json.loads((run / "failure.json").read_text())["rank"] == 1
 
 
 @pytest.mark.parametrize(

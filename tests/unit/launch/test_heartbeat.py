@@ -19,7 +19,7 @@ def beat(rank: int, *, age: float = 0.4, doing: str = DOING, **called: int) -> B
     return Beat(rank, 100 + rank, f"n{rank // 2}", "cpu", 0, age, 11, doing, 30.0, calls)
 
 
-def test_a_rank_or_node_without_heartbeats_is_named() -> None:
+def test_who_does_not_answer_or_has_called_less_is_named() -> None:
     beats = [beat(0), beat(1), beat(2), beat(3, age=14.0, doing="forward and backward of step 12")]
     assert missing(beats) == (
         "rank 3 (node n1, cpu, pipeline stage 0, process 103) does not answer since 14 s: it last was in forward and "
@@ -29,10 +29,7 @@ def test_a_rank_or_node_without_heartbeats_is_named() -> None:
     assert missing(beats, {"n1": range(2, 4)}) == f"node n1 (ranks 2-3) does not answer; ranks 0-1 waited in {DOING}"
     assert missing([beat(0, tp_0=4), beat(1, tp_0=4)]) is None
     assert missing([]) is None
-
-
-def test_of_ranks_that_all_answer_the_one_that_has_called_less_is_named() -> None:
-    """Rank 1 waits for rank 0 in their group, and rank 3 for rank 1 in theirs: only rank 0 waits for nobody."""
+    # Rank 1 waits for rank 0 in their group, and rank 3 for rank 1 in theirs: only rank 0 waits for nobody.
     reading = "reading of data of step 12"
     beats = [
         beat(0, doing=reading, tp_0=40, dp_0=7),

@@ -77,7 +77,7 @@ def test_an_ignored_signal_and_a_process_that_leaves_hear_nothing(tmp_path: Path
     assert stop_requests.requested(tmp_path) is None
 
 
-def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
+def test_a_file_asks_and_rank_0_alone_tells_that_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_requests.install()
     stop_requests.request(tmp_path, "`shardwise stop`")
     assert stop_requests.requested(tmp_path) == stop_requests.requested(str(tmp_path)) == "`shardwise stop`"
@@ -87,9 +87,6 @@ def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
     stop_requests.clear(tmp_path)
     (tmp_path / "stop.json").touch()
     assert stop_requests.requested(tmp_path) == "stop.json", "`touch` asks too"
-
-
-def test_only_rank_0_of_a_launched_run_tells_that_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_requests.install()
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     for rank, told in (("1", False), ("0", True)):

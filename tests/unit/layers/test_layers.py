@@ -58,7 +58,7 @@ def test_sizes_that_cannot_be_cut_are_refused(message: str) -> None:
         REFUSED[message]()
 
 
-def test_a_seed_needs_a_name_and_without_one_torchs_generator_decides() -> None:
+def test_alone_layers_are_torchs_and_a_seed_needs_a_name() -> None:
     for kind in [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead, RMSNorm]:
         with pytest.raises(ValueError, match="a layer with a seed needs a name: its weights are drawn from"):
             MAKERS[kind](seed=1)
@@ -68,9 +68,6 @@ def test_a_seed_needs_a_name_and_without_one_torchs_generator_decides() -> None:
     again = ColumnParallelLinear(4, 6)
     assert torch.equal(first.weight, again.weight), "torch.manual_seed does not decide the weights"
     assert not torch.equal(first.weight, second.weight), "two layers without names drew the same weights"
-
-
-def test_alone_layers_are_torchs() -> None:
     x = torch.randn(5, 2, 8)
     column, row = ColumnParallelLinear(8, 6), RowParallelLinear(8, 6)
     for layer in (column, row):
@@ -190,11 +187,17 @@ def test_a_gated_activation_has_the_bits_of_single_operations(dtype: torch.dtype
     assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)))
 
 
-def test_gated_activations_and_rotary_positions_have_second_derivatives() -> None:
+def test_second_derivatives_and_graphs_with_dropped_results() -> None:
     x = torch.randn(3, 2, 2, 8, dtype=torch.float64).requires_grad_()
     cos, sin = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64)
     for function in (partial(gated, act="silu"), partial(gated, act="gelu_tanh"), partial(rotate, cos=cos, sin=sin)):
         assert torch.autograd.gradgradcheck(function, x)
+    # A schedule that splits backward passes never frees the part that is used by the first half alone.
+    x = torch.randn(4, 8, requires_grad=True)
+    y = compose(torch.exp, torch.sin, x, drops=True)  # the exponential saves its own output
+    held = weakref.ref(y)
+    del y
+    assert held() is None
 
 
 def test_products_overwrite_inputs_that_they_own_and_add_to_gradients() -> None:
@@ -230,12 +233,3 @@ def test_products_overwrite_inputs_that_they_own_and_add_to_gradients() -> None:
         found = x.grad, layer.weight.grad, bias.grad
         assert all(map(torch.equal, found, (wanted[0], 2 * wanted[1].to(dtype), wanted[2])))
         assert len(hooks) == 2
-
-
-def test_a_graph_with_dropped_results_is_freed_without_a_backward_pass() -> None:
-    """A schedule that splits backward passes never frees the part that is used by the first half alone."""
-    x = torch.randn(4, 8, requires_grad=True)
-    y = compose(torch.exp, torch.sin, x, drops=True)  # the exponential saves its own output
-    held = weakref.ref(y)
-    del y
-    assert held() is None

@@ -117,7 +117,7 @@ def test_grouped_products_and_convolutions_are_counted() -> None:
             assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
 
 
-def test_the_bytes_are_those_of_a_real_forward_pass() -> None:
+def test_bytes_of_a_real_forward_pass_and_of_one_that_reads_its_data() -> None:
     config = config_of(ATTENDING, width=128, layers=3)
     shapes = own_shapes(config)
     model = build_user_model(config, Group(), sequence_parallel=False)
@@ -134,9 +134,6 @@ def test_the_bytes_are_those_of_a_real_forward_pass() -> None:
         model(ids, ids)
     real = sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
     assert shapes.saved_bytes == pytest.approx(real, rel=0.02)
-
-
-def test_a_forward_that_reads_its_data_is_told_and_trains_all_the_same() -> None:
     config = config_of(f"{__name__}:ReadsData")
     told = r"ReadsData\): forward must work on tensors without data"
     with pytest.raises(ConfigError, match=told):

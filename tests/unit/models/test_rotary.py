@@ -60,7 +60,7 @@ def test_fault_10_fields_of_a_file_mean_what_they_mean_to_transformers(name: str
         assert torch.equal(found.view(length, -1), wanted), f"{length} positions"
 
 
-def test_fault_10_the_old_name_of_the_type_counts_where_the_new_one_is_null() -> None:
+def test_fault_10_old_names_and_parts_of_a_head_are_read_as_transformers_does() -> None:
     old, new = (
         {"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": kind, "type": "linear", "factor": 3.0}}
         for kind in (None, "linear")
@@ -68,9 +68,6 @@ def test_fault_10_the_old_name_of_the_type_counts_where_the_new_one_is_null() ->
     assert from_hugging_face(old, "config.json") == from_hugging_face(new, "config.json")
     scaling = {"rope_type": None, "type": "linear", "factor": 3.0}
     assert LlamaConfig(family="llama", **SIZES, rope_scaling=scaling).rope_scaling == SCALINGS["linear"]
-
-
-def test_fault_10_a_part_of_a_head_is_scaled_as_transformers_scales_it() -> None:
     scaling = {"rope_type": "dynamic", "type": None, "factor": 2.5, LENGTH: 16}
     file = {"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_scaling": scaling}
     ours = checked_model_section(from_hugging_face(file, "config.json"), "config.json")

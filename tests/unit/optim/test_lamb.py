@@ -113,21 +113,18 @@ def test_fault_05_clipped_ratios_are_at_most_one(wrapped: bool) -> None:
     assert_close(ours, plain, 5e-6)
 
 
-def test_fault_05_the_key_reaches_the_optimizer() -> None:
-    for clipped in (False, True):
-        config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
-        chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
-        optimizer = chosen(make().parameters(), **options)
-        assert (type(optimizer), optimizer.trust_clip) == (LAMB, clipped)
-
-
-def test_without_decay_it_is_adam() -> None:
+def test_without_decay_it_is_adam_and_the_key_reaches_the_optimizer() -> None:
     plain = make()
     train(plain, torch.optim.Adam(plain.parameters(), lr=0.01, eps=1e-6))
     for build in (LAMB, wrap):
         ours = make()
         train(ours, build(ours.parameters(), lr=0.01, weight_decay=0.0))
         assert_close(ours, plain, 1e-6)
+    for clipped in (False, True):
+        config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
+        chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
+        optimizer = chosen(make().parameters(), **options)
+        assert (type(optimizer), optimizer.trust_clip) == (LAMB, clipped)
 
 
 @pytest.mark.parametrize("build", [LAMB, wrap])

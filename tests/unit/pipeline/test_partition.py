@@ -33,7 +33,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(layers: int, stages: int, head
     assert found[:-1] == sorted(found[:-1]), "an earlier stage holds more micro-batches: it has not more blocks"
 
 
-def test_a_dear_head_makes_the_last_stage_short_and_shares_add_up() -> None:
+def test_the_plan_of_stages() -> None:
     wide = load_config("gpt-tiny", ["train.micro_batch=1", "parallel.pipeline=2", "model.vocab_size=4096"])
     shares = compute_shares(wide, check_layout(wide, 2))
     assert sizes(wide) == [6, 2]
@@ -46,9 +46,6 @@ def test_a_dear_head_makes_the_last_stage_short_and_shares_add_up() -> None:
         assert shares[0] == shares[1] < shares[-1]
     whole = load_config("gpt-tiny")
     assert compute_shares(whole, check_layout(whole, 1)) == (1.0,)
-
-
-def test_stages_are_consecutive_and_know_their_ranks_and_places() -> None:
     config = tiny("pipeline=2", "schedule=interleaved", "virtual_stages=4")
     plan = stage_plan(config, check_layout(config, 2))
     assert [list(stage.layers) for stage in plan] == [[block] for block in range(8)]

@@ -21,15 +21,12 @@ from shardwise.runs.folder import AppendedFile, JsonLines, RunDirectory, RunLock
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
 
-def test_a_run_is_named_after_recipe_and_time(tmp_path: Path) -> None:
+def test_runs_have_names_and_what_is_replaced_has_numbers(tmp_path: Path) -> None:
     path = folder.new_run_path("/some/folder/quickstart.yml", tmp_path / "runs", now=NOON)
     assert path == tmp_path / "runs" / "quickstart-20261121-120005"
     assert path.is_dir()
     names = [folder.new_run_path("a b", tmp_path, now=NOON).name for _ in range(3)]
     assert names == ["a-b-20261121-120005", "a-b-20261121-120005-2", "a-b-20261121-120005-3"]
-
-
-def test_what_is_replaced_is_kept_under_a_number(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for number in (1, 2, 3):
         run.write_config(f"run: {number}\n")
@@ -82,7 +79,9 @@ with RunLock(Path(sys.argv[1])):
 """
 
 
-def test_one_process_runs_in_a_folder_until_it_is_gone_in_whatever_way(tmp_path: Path) -> None:
+def test_one_process_runs_in_a_folder_where_the_file_system_has_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not RunLock.is_held(tmp_path)
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
@@ -99,8 +98,6 @@ def test_one_process_runs_in_a_folder_until_it_is_gone_in_whatever_way(tmp_path:
             assert RunLock.is_held(tmp_path)
     assert not RunLock.is_held(tmp_path)
 
-
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -154,7 +151,7 @@ SECRETS = {
 }  # fmt: skip
 
 
-def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     keys = ["data.tokenizer=t.json", "hub.token=abc", "data.path=https://h/x?sig=5ecret"]
     monkeypatch.setattr("sys.argv", ["shardwise", "train", "quickstart", *keys])
@@ -172,8 +169,6 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for secret in ("hf_abcdef", "abc", "word@", "private", "eyJhbGci", "5ecret"):
         assert secret not in text
 
-
-def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)

@@ -98,12 +98,23 @@ def test_callbacks_stop_by_true(value: object, stops: bool, tmp_path: Path, monk
     assert bool(asked) == stops
 
 
-def test_the_optimizer_gets_what_its_constructor_names() -> None:
+def test_options_changes_and_the_page_of_hooks(tmp_path: Path) -> None:
     hooks = {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"momentum": 0.5}}
     config = make_config(hooks=hooks)
     found, options = user_optimizer(config.hooks, config.optimizer)
     assert found is own_hooks.SignMomentum
     assert options == {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.5}  # neither betas nor eps
+
+    def stored(**hooks: Any) -> dict[str, Any]:
+        return make_config(hooks=hooks).model_dump(mode="json")
+
+    for key in ("data", "loss", "optimizer"):
+        (problem,) = resume_problems(stored(), stored(**{key: "a:b"}))
+        assert f"hooks.{key} (a:b) must be null" in problem
+    assert not resume_problems(stored(), stored(callbacks=["a:b"]))
+    page = (ROOT / "docs/hooks.md").read_text("utf-8")
+    (command,) = re.findall(r"`shardwise (train llama2-tiny\s+hooks\.optimizer=\S+)`", page)
+    within(*command.split(), "--dry-run", at=tmp_path).succeeded()
 
 
 def reader_config(name: str, **train: Any) -> Any:
@@ -194,19 +205,3 @@ def test_a_loss_that_gives_no_sum_ends_the_run(recipe: str, name: str, problem: 
     config = shardwise.load_recipe(recipe, hooks={"loss": f"{HERE}:{name}"}, train={"eval_every": 0})
     with pytest.raises(ConfigError, match=rf"hooks.loss \(tests.own_hooks:{name}\) .*{problem}"):
         shardwise.train(config)
-
-
-def test_a_run_goes_on_with_its_hooks_alone() -> None:
-    def stored(**hooks: Any) -> dict[str, Any]:
-        return make_config(hooks=hooks).model_dump(mode="json")
-
-    for key in ("data", "loss", "optimizer"):
-        (problem,) = resume_problems(stored(), stored(**{key: "a:b"}))
-        assert f"hooks.{key} (a:b) must be null" in problem
-    assert not resume_problems(stored(), stored(callbacks=["a:b"]))
-
-
-def test_the_page_names_a_class_for_any_recipe(tmp_path: Path) -> None:
-    page = (ROOT / "docs/hooks.md").read_text("utf-8")
-    (command,) = re.findall(r"`shardwise (train llama2-tiny\s+hooks\.optimizer=\S+)`", page)
-    within(*command.split(), "--dry-run", at=tmp_path).succeeded()

@@ -184,7 +184,7 @@ def test_metrics_and_log_have_what_is_not_finite_and_why_the_run_ended(tmp_path:
     assert lines(tmp_path / "failed/run/metrics.jsonl")[-1]["reason"] == "failed: RuntimeError: loss is nan"
 
 
-def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> None:
+def test_other_ranks_and_pipelines_write_what_they_measured(tmp_path: Path) -> None:
     with begun(tmp_path, rank=3) as (made, stream):
         made.step(record(1))
         made.evaluation(1, held_out(2.5))
@@ -199,9 +199,6 @@ def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> No
     facts = {"step": 1, "step_seconds": 0.5, "input_seconds": 0.125, "peak_memory_bytes": 1000}
     assert {key: step[key] for key in facts} == facts
     assert 0 <= step["host_cpu"] <= 1, "the first rank of a node tells what the node uses"
-
-
-def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
     stages = (StageSeconds(1, 0.125, 0.25), StageSeconds(2, 0.0625, 0.125))
     with begun(tmp_path) as (made, stream):
         made.step(record(1, timing=StepTiming(stages, bubble=0.25, mean_bubble=0.375)))

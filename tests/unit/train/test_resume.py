@@ -50,13 +50,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> None:
+def test_checkpoints_of_another_run_or_another_place_are_refused(tmp_path: Path, folder: Path) -> None:
     told = r"checkpoint.path .* must be empty for a new run, .* of step 200: give --run-dir"
     with pytest.raises(ConfigError, match=told):
         found_by(config(path=str(folder)), tmp_path / "none", None)
     told = r"--run-dir .* must be empty for a new run, .*checkpoint.load=.*/checkpoints/step-00000200"
     with pytest.raises(ConfigError, match=told):
         found_by(config(), folder.parent, None)
+    run, other = RunDirectory(folder.parent), tmp_path / "other"
+    elsewhere = config(path=str(other))
+    told = (
+        rf"checkpoint.path \({other}\) has no checkpoint, and the run in {run.path} saved that of step 200 as {folder}/"
+    )
+    explained = re.escape(see("checkpoints#place-changed"))
+    with pytest.raises(ConfigError, match=rf"{told}step-00000200.*{explained}$"):
+        found_by(elsewhere, run)
+    folder.rename(tmp_path / "moved")
+    assert found_by(elsewhere, run) == []
+    run.metrics.write_text('{"event": "checkpoint", "step": 200, "path": "s3://b/step-00000200"}\n{"event": "ch')
+    with pytest.raises(ConfigError, match=rf"\({other}\) has no .* step 200 as s3://b/step-00000200: set"):
+        found_by(elsewhere, run)
 
 
 def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: Path) -> None:
@@ -72,22 +85,6 @@ def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: P
     write_checkpoint(root, 200, small_tensors(1), ranks=1, config={"model": model})
     with pytest.raises(ConfigError, match=r"--run-dir .* must be empty for a new run, it has a checkpoint of step 200"):
         found_by(chosen, tmp_path, None)
-
-
-def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path, folder: Path) -> None:
-    run, other = RunDirectory(folder.parent), tmp_path / "other"
-    elsewhere = config(path=str(other))
-    told = (
-        rf"checkpoint.path \({other}\) has no checkpoint, and the run in {run.path} saved that of step 200 as {folder}/"
-    )
-    explained = re.escape(see("checkpoints#place-changed"))
-    with pytest.raises(ConfigError, match=rf"{told}step-00000200.*{explained}$"):
-        found_by(elsewhere, run)
-    folder.rename(tmp_path / "moved")
-    assert found_by(elsewhere, run) == []
-    run.metrics.write_text('{"event": "checkpoint", "step": 200, "path": "s3://b/step-00000200"}\n{"event": "ch')
-    with pytest.raises(ConfigError, match=rf"\({other}\) has no .* step 200 as s3://b/step-00000200: set"):
-        found_by(elsewhere, run)
 
 
 def test_what_is_tried_in_which_order_and_what_a_crash_left_without_its_name(folder: Path) -> None:

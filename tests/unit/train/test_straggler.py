@@ -54,7 +54,7 @@ def test_the_slowest_rank_of_a_stage_is_named_with_its_scores() -> None:
     assert rank.numbers()[2:] == [2.0, pytest.approx(3.0), pytest.approx(3.0)], "it says that it was this one"
 
 
-def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
+def test_occurrences_are_told_once_and_spikes_are_standard_deviations() -> None:
     slow = WarningOnce(1.5, 1.25)
     told = [slow.begins(score, who) for score, who in [(1.4, 3), (1.6, 3), (1.7, 3), (1.3, 3), (1.6, 3), (1.6, 5)]]
     assert told == [False, True, False, False, False, True]
@@ -62,8 +62,6 @@ def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
     assert slow.begins(1.6, 5), "it had ended"
     assert not slow.begins(None)
 
-
-def test_a_Progress_is_counted_in_standard_deviations() -> None:
     def spike(loss: float, before: list[float]) -> float | None:
         progress = Progress()
         progress.losses.extend(before)

@@ -109,7 +109,7 @@ def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
     return chosen.with_keys(model={"num_hidden_layers": 8}, parallel=parallel)
 
 
-def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:
+def test_ranks_that_need_most_and_sparse_models() -> None:
     chosen = piped(schedule="1f1b")
     layout = check_layout(chosen, 4)
     found, memory = rows(chosen, layout), memory_by_rank(chosen, layout)
@@ -122,6 +122,20 @@ def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> Non
     assert found["  pipeline"] == units.size(memory[most].pipeline)
     assert found["communication"] == f"{units.size(sum(wire.values()))} sent by pipeline rank {most} per step"
     assert "held by a rank at most" in found["parameters"]
+    chosen = load_config("olmoe-tiny", ["parallel.expert=2"])
+    layout = check_layout(chosen, 4)
+    found = rows(chosen, layout)
+    active = 989_248 - 8 * 6 * 3 * 64 * 64  # of the 8 experts of 8 blocks, 2 compute a token
+    assert found["parameters"].startswith(f"989 k (989,248), {units.count(active)} of them active, ")
+    twice, once = (
+        sum((wire_bytes(step_transfers(chosen, layout, imbalance=imbalance)) or {}).values())
+        for imbalance in (2.0, 1.0)
+    )
+    experts = "2 of 8 for each token in 8 blocks, 4 on each rank; loads are taken for balanced"
+    assert found["experts"].startswith(experts)
+    assert found["experts"].endswith(f" more memory and sends (f - 1) × {units.size(twice - once)} more")
+    assert rows(chosen.with_keys(parallel={"expert": 1}), Layout(4))["experts"].endswith("all on each rank")
+    assert "experts" not in rows(config("llama"))
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
@@ -141,20 +155,3 @@ def test_the_memory_of_a_machine_has_python_and_torch_of_ranks(has_room: bool, m
     assert told.startswith(f"{units.size(expected)} expected for 2 ranks on one machine, ")
     assert ", with about 300 MiB for Python and torch on each; " in told
     assert ("the system may kill a rank here" in told) == (not has_room)
-
-
-def test_a_sparse_model_has_active_parameters_and_what_unequal_loads_add() -> None:
-    chosen = load_config("olmoe-tiny", ["parallel.expert=2"])
-    layout = check_layout(chosen, 4)
-    found = rows(chosen, layout)
-    active = 989_248 - 8 * 6 * 3 * 64 * 64  # of the 8 experts of 8 blocks, 2 compute a token
-    assert found["parameters"].startswith(f"989 k (989,248), {units.count(active)} of them active, ")
-    twice, once = (
-        sum((wire_bytes(step_transfers(chosen, layout, imbalance=imbalance)) or {}).values())
-        for imbalance in (2.0, 1.0)
-    )
-    experts = "2 of 8 for each token in 8 blocks, 4 on each rank; loads are taken for balanced"
-    assert found["experts"].startswith(experts)
-    assert found["experts"].endswith(f" more memory and sends (f - 1) × {units.size(twice - once)} more")
-    assert rows(chosen.with_keys(parallel={"expert": 1}), Layout(4))["experts"].endswith("all on each rank")
-    assert "experts" not in rows(config("llama"))

@@ -46,7 +46,7 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     return made.saved, stop
 
 
-def test_a_run_saves_every_few_steps_at_the_last_and_at_a_stop() -> None:
+def test_when_a_run_saves_and_what_is_saved_again() -> None:
     """The place in the data is ahead of the samples."""
     found, stop = saved(2)
     assert (list(found), stop) == ([2, 4, 5], None)
@@ -55,10 +55,7 @@ def test_a_run_saves_every_few_steps_at_the_last_and_at_a_stop() -> None:
     assert (found[5]["samples"], found[5]["position"]) == (40, 64)
     found, stop = saved(0, stopped_at=3)
     assert (list(found), stop) == ([3], "somebody")
-
-
-def test_a_checkpoint_that_is_saved_again_has_all_progress() -> None:
-    """The losses too, by which a spike is noticed after the next resume."""
+    # The losses too, by which a spike is noticed after the next resume.
     made: Any = Saves()
     unused: Any = None
     checkpoints = CheckpointSaver(unused, made, unused, lambda: None)

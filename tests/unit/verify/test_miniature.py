@@ -53,7 +53,7 @@ def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> No
     assert bool(refused) == (len(found) < len(cells))
 
 
-def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone() -> None:
+def test_cells_of_plain_models_and_of_recipes() -> None:
     """Its class takes no `group`: it is not broken at TP 2, it cannot be cut."""
     sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = {"family": "examples.own_model.plain:Decoder", "num_attention_heads": 4, **sizes}
@@ -66,9 +66,6 @@ def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone(
         "parallel.tensor must be 1: examples.own_model.plain:Decoder takes no argument group, so it is not made of "
         "sharded layers, and only data parallelism and ZeRO can be verified"
     ]
-
-
-def test_every_cell_is_a_configuration_of_its_layout() -> None:
     config, cells = small(load_config("llama2-7b", ["parallel.replicate=2"]))
     for cell in cells:
         here = miniature_at_cell(config, cell)

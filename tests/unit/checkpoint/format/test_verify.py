@@ -79,7 +79,7 @@ def test_every_problem_is_listed(copy: Path) -> None:
     assert "extra.safetensors holds weights that manifest.json does not list" in text
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_values_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = small_tensors()
     dtype, bits = tensors["model"]["layer.0.bias"]
     tensors["model"]["layer.0.bias"] = dtype, np.concatenate([bits[:4], np.array([0x7F80, 0xFF80, 0x7FC1], np.uint16)])
@@ -94,10 +94,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
             [0, -0.0, info.max, info.min, info.tiny, info.smallest_subnormal, np.inf, -np.inf, np.nan], numpy
         )
         assert count_non_finite(memoryview(values.tobytes()), dtype) == 3
-
-
-def test_a_value_across_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float64 tensor after an odd number of bytes: values lie across the ends of what is read at a time."""
+    # A float64 tensor after an odd number of bytes: values lie across the ends of what is read at a time.
     monkeypatch.setattr("shardwise.checkpoint.format.verify.READ_BYTES", 1)
     bad = np.full(30_000, np.inf)
     tensors = {"model": {"a": ("U8", np.zeros(3, np.uint8)), "b": ("F64", bad)}}

@@ -17,16 +17,12 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 CHUNK = MIN_CHUNK_BYTES
 
 
-def test_chunk_sizes() -> None:
-    for size, chunk in [
-        (0, CHUNK),
-        (1, CHUNK),
-        (8192 * CHUNK, CHUNK),
-        (8192 * CHUNK + 1, 2 * CHUNK),
-        (5 * GIB, MIB),
-        (2**40, 16 * MIB),
-    ]:
-        assert chunk_bytes(size) == chunk
+@pytest.mark.parametrize(
+    ("size", "chunk"),
+    [(0, CHUNK), (1, CHUNK), (8192 * CHUNK, CHUNK), (8192 * CHUNK + 1, 2 * CHUNK), (5 * GIB, MIB), (2**40, 16 * MIB)],
+)
+def test_chunk_sizes(size: int, chunk: int) -> None:
+    assert chunk_bytes(size) == chunk
 
 
 def write(folder: Root, data: bytes, cuts: list[int]) -> FileEntry:
