@@ -7,6 +7,9 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import Config, ModelConfig, UserModelConfig, check_layout, config_from_sections
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 SIZES = {
     "vocab_size": 512,
@@ -66,19 +69,7 @@ def test_positions_windows_and_other_names_of_keys() -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes", "problem"),
-    [
-        ("gpt", {"hidden_size": 66}, "model.hidden_size (66) must be a multiple of model.num_attention_heads (4):"),
-        ("gpt_neox", {"rotary_pct": 0.2}, "model.rotary_pct (0.2) × head width (16) = 3 must be even and at least 2"),
-        ("gpt_neox", {"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "model.rope_scaling.factor"),
-        ("gpt", {"activation_function": "silu"}, "model.activation_function ('silu') must be gelu, gelu_new,"),
-        ("llama", {"attention_dropout": -0.1}, "model.attention_dropout (-0.1) must be at least 0"),
-        ("mistral", {"attention_bias": True}, "model.attention_bias: unknown key; "),
-        ("qwen3", {"head_dim": 15}, "model.head_dim (15) must be even: rotary embeddings turn pairs"),
-        ("smollm3", {"no_rope_layers": [1]}, "model.no_rope_layers ([1]) must have 0 or 1 for each of the 2 blocks"),
-        ("qwen3", {"sliding_window": 3, "layer_types": ["full_attention"]}, "model.layer_types (1 entries) must"),
-        ("bert", {"tie_word_embeddings": False}, "model.tie_word_embeddings (False) must be true"),
-        ("bert", {"type_vocab_size": 1}, "model.type_vocab_size (1) must be at least 2"),
-    ],
+    ROWS["refused"],
 )
 def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: str) -> None:
     found = problems({"family": family, **SIZES, **changes})
@@ -97,17 +88,7 @@ def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
-    [
-        ({"family": "my-package:Model"}, "model.family ('my-package:Model') must read package.module:Class"),
-        (
-            {"max_position_embeddings": 32},
-            "train.sequence_length (64) must be at most model.max_position_embeddings (32)",
-        ),
-        (
-            {"num_attention_heads": 3},
-            "parallel.tensor (2) must divide model.num_attention_heads (3): valid degrees are 1",
-        ),
-    ],
+    ROWS["own"],
 )
 def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: str) -> None:
     found = problems({**OWN, **changes}, world=2, parallel={"tensor": 2})

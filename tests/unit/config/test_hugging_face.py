@@ -11,7 +11,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, config_from_sections, load_config
 from shardwise.config.hugging_face import _families_by_model_type, from_hugging_face, read_hugging_face, to_hugging_face
 from tests.rows import rows_of
-from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
+from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, MISTRAL_7B, QWEN2_5_7B, SMOLLM3_3B
 
 ROWS = rows_of(__file__)
 
@@ -194,35 +194,10 @@ def test_unsupported_fields_and_files_that_are_no_configuration(tmp_path: Path) 
             read_hugging_face(path)
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"model_type": "gpt_oss"}, 'model_type ("gpt_oss") is not supported: shardwise lacks its attention sinks'),
-        (
-            {"model_type": "gemma3_text", "pad_token_id": None, "final_logit_softcapping": 30.0},
-            "final_logit_softcapping",
-        ),
-        ({"model_type": "gemma"}, f'model_type ("gemma") must be {KINDS}'),
-        ({"hidden_size": 8}, f"model_type is missing: it must be {KINDS}"),
-        ({**LLAMA2_7B, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval (0) must be a positive"),
-        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv (8.0) is not supported: only null"),
-        ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
-        ({**LLAMA2_7B, "auto_map": {"AutoModel": "x"}}, 'auto_map ({"AutoModel": "x"}) is no field that shardwise'),
-        ({**LLAMA2_7B, "hidden_act": "relu"}, 'hidden_act ("relu") is not supported: only "silu"'),
-        ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings (false) is not supported: only"),
-        ({"model_type": "bert", "pad_token_id": None}, "pad_token_id (null) is not supported: only an id"),
-        ({**PYTHIA_6_9B, "rope_theta": 5000}, "rope_theta (5000) must be 10000, which Hugging Face reads from"),
-        (
-            {**PYTHIA_6_9B, "long": "x" * 100, "my note": 1},
-            f'long ("{"x" * 76}…) and my note (1) are no fields that shardwise knows: if they change nothing that the '
-            "model computes, set 'model.ignore=[long,\"my note\"]'",
-        ),
-    ],
-)
-def test_what_is_not_supported(values: dict[str, Any], problem: str) -> None:
-    (found,) = problems(values)
-    assert found.startswith(problem)
+@pytest.mark.parametrize(("base", "fields", "problem"), ROWS["not_supported"])
+def test_what_is_not_supported(base: str | None, fields: dict[str, Any], problem: str) -> None:
+    (found,) = problems(FILES.get(base or "", {}) | fields)
+    assert found.startswith(problem.replace("KINDS", KINDS))
 
 
 def means_nothing(kind: str, fields: dict[str, Any]) -> bool:

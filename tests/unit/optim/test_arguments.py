@@ -8,21 +8,17 @@ import torch
 
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.config.other_names import ARGUMENTS
+from tests.rows import rows_of
 from tests.unit.optim.net import make
+
+ROWS = rows_of(__file__)
 
 NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        (
-            {"sharding_groups": None, "lazy_init": False, "maxnorm": 1.0, "lr": 0.1},
-            "ZeroRedundancyOptimizer does not take sharding_groups (use group= or mesh=, the ranks that share the "
-            "state), lazy_init (leave it out: state is made at the first step) or maxnorm (did you mean max_norm?)",
-        ),
-        ({"zzz": 1}, "does not take zzz; it takes params, optimizer_class, optimizer_dtype, grad_clipping, max_norm,"),
-    ],
+    ROWS["unknown"],
 )
 def test_unknown_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:

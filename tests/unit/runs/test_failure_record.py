@@ -10,6 +10,9 @@ from shardwise.runs.failure_record import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory
 from shardwise_watch.run import open_run
 from tests.monitor_runs import FIRST, Start, stamp, write_run
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 KILLED = FailureRecord(
     time=stamp(FIRST + 1000),
@@ -44,21 +47,7 @@ def test_a_record_is_a_block_of_lines_without_secrets_or_none(tmp_path: Path) ->
     assert failure_of({}, {}) is None
 
 
-LOST: list[tuple[dict[str, object], str, str | None]] = [
-    ({"step": 600}, "at step 600: x.", "no step is lost: checkpoint 600 is of the last one"),
-    (
-        {"checkpoint": 0, "every": 0, "every_minutes": 30},
-        "at step 731: x.",
-        "all 731 steps are lost: checkpoint.every_minutes was 30",
-    ),
-    ({"checkpoint": 0, "step": 1, "every": None}, "at step 1: x.", "the only step is lost"),
-    ({"step": None, "checkpoint": 0}, "before the first step: x.", None),
-    (
-        {"cause": "step 1,732: the loss (nan) must be finite.", "step": 1731},
-        "at step 1,732: the loss (nan) must be finite.",
-        "1,131 steps since checkpoint 600 are lost",
-    ),
-]
+LOST: list[tuple[dict[str, object], str, str | None]] = ROWS["lost"]
 
 
 @pytest.mark.parametrize(("changes", "heading", "lost"), LOST)

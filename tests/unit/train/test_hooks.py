@@ -24,6 +24,9 @@ from tests import own_hooks
 from tests.arch.source import ROOT
 from tests.dist.training import SMALL_MODELS, make_config
 from tests.e2e.command import MINIATURE, within
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 HERE = "tests.own_hooks"
 
@@ -157,18 +160,7 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
 
 @pytest.mark.parametrize(
     ("hooks", "problem"),
-    [
-        ({"data": "nowhere:Reader"}, "hooks.data (nowhere:Reader): there is no module nowhere"),
-        ({"data": f"{HERE}:Readr"}, "lacks Readr; did you mean Reader?"),
-        ({"optimizer": f"{HERE}:WithoutStep"}, "shardwise.LAMB or shardwise.Muon; its trial failed with: NotImpl"),
-        (
-            {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"mass": 1, "lr": 2}},
-            "hooks.optimizer_options.mass: tests.own_hooks:SignMomentum takes lr, weight_decay and momentum",
-        ),
-        ({"optimizer_options": {"momentum": 1}}, "hooks.optimizer_options (momentum) must be left out"),
-        ({"optimizer": "torch.optim:Rprop"}, "optimizer.weight_decay (0.01) must be 0 with hooks.optimizer"),
-        ({"callbacks": [f"{HERE}:Reader"]}, "Reader must be a function that takes (event), or a class"),
-    ],
+    ROWS["wrong"],
     ids=str,
 )
 def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], problem: str) -> None:

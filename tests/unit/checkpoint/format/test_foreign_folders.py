@@ -7,25 +7,11 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.weight_files import check_weights, no_weights_text
 from shardwise.cli import main
+from tests.rows import rows_of
 
-FOLDERS = {
-    "LoRA": (("adapter_config.json", "adapter_model.safetensors"), "M.from_pretrained('{0}').merge_and_unload()"),
-    "ZeRO": (
-        ("global_step3", "zero_to_fp32.py"),
-        "`python -m deepspeed.utils.zero_to_fp32 {0} OUT --safe_serialization`",
-    ),
-    "a step of ZeRO": (
-        ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        "`python -m deepspeed.utils.zero_to_fp32 {1} OUT --tag global_step3 --safe_serialization`",
-    ),
-    "litgpt": (("lit_model.pth", "model_config.yaml", "config.json"), "`litgpt convert_from_litgpt {0} OUT`"),
-    "FSDP": (("optimizer_0", "pytorch_model_fsdp_0"), "`accelerate merge-weights {0}/pytorch_model_fsdp_0 OUT`"),
-    "Megatron-LM": (
-        ("iter_0000006", "latest_checkpointed_iteration.txt"),
-        "`shardwise checkpoint import {0} DEST --from megatron`",
-    ),
-    "an iteration": ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), "--from megatron`"),
-}  # fmt: skip
+ROWS = rows_of(__file__)
+
+FOLDERS = ROWS["folders"]
 
 
 @pytest.mark.parametrize("case", FOLDERS)
