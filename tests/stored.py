@@ -1,7 +1,5 @@
 """Checkpoints made without torch: numpy tensors, cut as a layout would cut them, written as a save writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

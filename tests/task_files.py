@@ -1,7 +1,5 @@
 """Five small tasks of every type of request, and a model with a tokenizer that transformers opens too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

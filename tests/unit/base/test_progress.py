@@ -1,7 +1,5 @@
 """Progress of long work: nothing at first, then a bar on a terminal and lines in a log."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which rows of which pieces are read for whom, and what a store that gives no answer means."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import random

@@ -12,13 +12,9 @@ from tests.rows import rows_of
 ROWS = rows_of(__file__)
 
 SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 OWN = {"family": "my.package:Model", "vocab_size": 512}
 
 

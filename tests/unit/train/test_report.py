@@ -36,7 +36,6 @@ STEP_FIELDS = [
     "peak_memory_bytes", "loss_spike", "split_seconds", "waited_seconds", "communication_bytes", "memory_bytes",
     "straggler",
 ]  # fmt: skip
-PLACE_OF_RANK_3 = {"pp": 0, "dp": 1, "tp": 1}
 
 
 def config(**log: Any) -> Config:
@@ -54,19 +53,10 @@ def config(**log: Any) -> Config:
 
 def record(step: int, **changes: Any) -> StepRecord:
     values = {
-        "step": step,
-        "loss": 1 / 3,
-        "mean_loss": 0.5,
-        "mean_steps": min(step, 20),
-        "lr": 1e-3,
-        "grad_norm": 0.5,
-        "param_norm": 10.0,
-        "tokens": step * 256,
-        "samples": step * 8,
-        "seconds": 0.5,
-        "input_seconds": 0.125,
+        "step": step, "loss": 1 / 3, "mean_loss": 0.5, "mean_steps": min(step, 20), "lr": 1e-3, "grad_norm": 0.5,
+        "param_norm": 10.0, "tokens": step * 256, "samples": step * 8, "seconds": 0.5, "input_seconds": 0.125,
         "peak_memory_bytes": 1000,
-    }
+    }  # fmt: skip
     return StepRecord(**(values | changes))
 
 
@@ -195,7 +185,12 @@ def test_other_ranks_and_pipelines_write_what_they_measured(tmp_path: Path) -> N
     files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert files == ["ranks/rank-0003.jsonl"]
     start, step = lines(tmp_path / "run/ranks/rank-0003.jsonl")
-    assert (start["event"], start["rank"], start["place"], start["pid"]) == ("start", 3, PLACE_OF_RANK_3, os.getpid())
+    assert (start["event"], start["rank"], start["place"], start["pid"]) == (
+        "start",
+        3,
+        {"pp": 0, "dp": 1, "tp": 1},
+        os.getpid(),
+    )
     facts = {"step": 1, "step_seconds": 0.5, "input_seconds": 0.125, "peak_memory_bytes": 1000}
     assert {key: step[key] for key in facts} == facts
     assert 0 <= step["host_cpu"] <= 1, "the first rank of a node tells what the node uses"

@@ -1,7 +1,5 @@
 """Trackers with the real packages, offline, in a process of their own."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

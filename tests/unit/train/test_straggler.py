@@ -1,7 +1,5 @@
 """Scores of slow ranks and of loss spikes, with ranks that are played one after the other."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Differences: by values, whatever layouts wrote the two, and none where there is none."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

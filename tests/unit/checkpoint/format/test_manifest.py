@@ -1,7 +1,5 @@
 """The manifest: what is written is read back, any changed byte is found, and a stranger's is not believed."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Headers: the library reads what we write, we read what it writes, and nothing crafted gets through."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

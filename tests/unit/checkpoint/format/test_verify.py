@@ -1,7 +1,5 @@
 """Verification: nothing is said of a sound checkpoint, and every damage is found."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's checkpoints: which are found, which are intact at a glance, which stay."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import uuid

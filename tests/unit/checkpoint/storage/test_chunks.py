@@ -1,7 +1,5 @@
 """Checksums per chunk: written in any pieces, verified by whoever reads."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

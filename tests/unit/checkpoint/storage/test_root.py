@@ -1,7 +1,5 @@
 """Places: the same operations on a disk and on another filesystem, and failures as sentences."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
