@@ -16,10 +16,11 @@ from shardwise.base.files import write_atomic
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
-from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
+from shardwise.estimates.memory import RESERVED, expected_memory, neediest_rank, node_memory_of_copies
 from shardwise.estimates.memory_choice import fitted_to_memory
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
+from shardwise.train.memory_remedies import too_large_text
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
 
@@ -199,7 +200,7 @@ def _device_memory(gres: str | None) -> int | None:
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
     keys = job.config.checkpoint
     every = keys.every if keys.memory_every is None else keys.memory_every
-    taken = memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)
+    taken = node_memory_of_copies(job.config, layout, job.ranks_per_node, accelerator)
     if taken is None:
         return []
     if not every:

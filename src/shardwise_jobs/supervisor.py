@@ -20,14 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from shardwise.base.errors import ConfigError, RunError, StoppedError, see
+from shardwise.base.errors import ConfigError, LaunchError, RunError, StoppedError, see
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.config.launch import LaunchConfig
 from shardwise.launch import notices, stop_requests
-from shardwise.launch.external_launchers import address_of
+from shardwise.launch.external_launchers import first_node_address
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
-from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.events import first_step, last_recorded_step, newest_checkpoint
@@ -98,7 +97,7 @@ class Supervisor:
         for number in _SIGNALS:
             signal.signal(number, hear)
         logs = self.run_path / "logs"
-        address = "127.0.0.1" if self.nodes == 1 else address_of(self.allocation.first)
+        address = "127.0.0.1" if self.nodes == 1 else first_node_address(self.allocation.first)
         self._record_lost_start()
         goes_on = self._record_killed_supervisor()
         while goes_on:

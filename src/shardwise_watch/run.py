@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import platform
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -410,11 +411,21 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     problem = "is not there"
     if chosen.exists():
         problem = "holds no run" if chosen.is_dir() else "is a file"
+    if path is not None and (waiting := unsubmitted_job(chosen)):
+        raise ConfigError(waiting)
     if path is None:
         raise ConfigError(f"no run found: {chosen} {problem}; start a run, or name its folder")
     raise ConfigError(
         f"RUN ({chosen}) must be the folder of a run, it {problem}: `shardwise ls` lists those of {RUNS}/"
     )
+
+
+def unsubmitted_job(folder: Path) -> str | None:
+    """Return how to submit the job whose files alone were written into a folder; None if it holds no such files."""
+    script = folder / "job.sh"
+    if not script.is_file() or (folder / "jobs.jsonl").exists() or RunDirectory(folder).holds_run:
+        return None
+    return f"{folder} holds a job that was not submitted: submit it by `sbatch {shlex.quote(str(script))}`"
 
 
 def run_folders(root: Path = RUNS) -> list[Path]:

@@ -19,7 +19,7 @@ PROGRAMS = {
     (
         "docs/configuration.md",
         "optimizer: the update rule, its schedule and its sharding",
-    ): "tests/unit/optim/test_learning_rate.py::test_the_points_of_the_page_are_a_curve",
+    ): "tests/unit/optim/test_learning_rate.py::test_wsd_and_points_are_any_curve",
     (
         "docs/experts.md",
         "Balance",

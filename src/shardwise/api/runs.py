@@ -241,14 +241,13 @@ def _prepare_output(rank: Rank | None) -> None:
 
 
 def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:
-    problems = Problems()
-    problems.texts += config_problems(config)
+    problems = Problems(config_problems(config))
     with problems:
         if run_dir is not None:
             require_path("run_dir", run_dir, "a folder's path; None names a new one")
     if not isinstance(name, str) or not name or Path(name).name != name:
-        problems.texts.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
-    problems.require_none()
+        problems.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
+    ConfigError.require_none(problems)
 
 
 def _with_hooks(

@@ -14,14 +14,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError, Problems
+from shardwise.base.errors import ConfigError, EndedError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import imported, provided
+from shardwise.base.terminal import fit_to_terminal
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
@@ -225,7 +227,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
 
         continued, reasons = continuation_rows(chosen, layout, run_path)
         input_problems += reasons
-    problems.require_none(input_problems)
+    if problems:
+        raise ConfigError([*problems, *input_problems])
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
@@ -247,7 +250,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         counts=counts,
         as_json=arguments.json,
     )
-    output.raw(output.text(text))
+    output.raw(output.text(text) if arguments.json else fit_to_terminal(output.text(text), sys.stdout))
     if input_problems:
         raise ConfigError(input_problems)
     return 0
@@ -256,7 +259,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
 def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, Config, _Rows]:
     if not config.model.is_own:
         return None, config, rows
-    from shardwise.estimates.memory import memory_stand_in
+    from shardwise.estimates.memory import config_for_memory_estimate
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
     accelerator = _has_accelerator(cluster)
@@ -264,7 +267,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
         counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return counts, memory_stand_in(config, counts, accelerator), rows
+    return counts, config_for_memory_estimate(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -332,7 +335,7 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
         # A shipped recipe itself names the weights of an earlier run.
         weight_rows = [("weights", f"{load}: not there yet; the run that saves it comes first")]
     elif load is not None:
-        config, weight_rows, problems.texts = _glance_at_weights(load, config, run_path)
+        config, weight_rows, problems = _glance_at_weights(load, config, run_path)
     is_built_in = config.data.is_built_in and config.hooks.data is None
     has_tokenizer = config.data.tokenizer is None and load is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
@@ -348,13 +351,13 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
 
         glanced = preview_data(config)
         rows += glanced.rows
-        problems.texts = [*glanced.problems, *problems.texts]
+        problems[:0] = glanced.problems
     if config.evaluation.sets or config.evaluation.tasks_every:
         from shardwise.data.preview import preview_evaluation
 
         glanced = preview_evaluation(config)
         rows += glanced.rows
-        problems.texts += glanced.problems
+        problems += glanced.problems
     if config.log.trackers:
         from shardwise.train.experiment_trackers import require_trackers
 
@@ -369,10 +372,10 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
 
         with problems:
             rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
-    return [*rows, *weight_rows], problems.texts
+    return [*rows, *weight_rows], problems
 
 
-def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tuple[Config, _Rows, list[str]]:
+def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tuple[Config, _Rows, Problems]:
     """`config` with the tokenizer of the weights that a run would load; rows on them; and problems of loading.
 
     Rows tell the changes of their model by the recipe. A run that continues loads none.
@@ -388,22 +391,22 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
     with problems:
         try:
             if (continued := continued_checkpoint(config.checkpoint, run_path)) is not None:
-                return with_loaded_tokenizer(config, continued), rows, []
+                return with_loaded_tokenizer(config, continued), rows, problems
             text, folder = loaded_weights_text(load, config.checkpoint.revision)
             rows.append(("weights", text))
             if folder is None:
                 revision = config.checkpoint.revision
-                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
+                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, problems
             difference = model_differences(config.model, folder)
             rows += [("  changed", change) for change in difference.changes]
-            problems.texts += difference.problems
+            problems += difference.problems
             tokenizer = config.data.tokenizer
             warning = other_tokenizer_text(folder, None if tokenizer is None else user_path(tokenizer))
             rows += [] if warning is None else [("warning", warning)]
             config = with_loaded_tokenizer(config, folder)
         except StoreError as error:
-            problems.texts.append(f"checkpoint.load: {error}")
-    return config, rows, problems.texts
+            problems.append(f"checkpoint.load: {error}")
+    return config, rows, problems
 
 
 def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int:
@@ -503,7 +506,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
-    from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
+    from shardwise.launch.local import TRAINING, agent_ahead, launch
     from shardwise.runs.events import newest_checkpoint_text
 
     notices.set_up(config.log.notify)
@@ -516,3 +519,18 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     except EndedError as error:
         raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0
+
+
+def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
+    """The configuration; of a model, with a line for the user on what is taken of it and on the defaults.
+
+    A rank opens a hub id from the cache, which the process that launched it has filled.
+    """
+    launched = is_launched()
+    config = load_config(recipe, overrides, cached=launched)
+    place = joined()
+    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
+        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
+
+        output.progress(model_recipe_remark(recipe, config))
+    return config

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base import hardware, units
-from shardwise.base.errors import ConfigError, listing
-from shardwise.base.progress import progress
+from shardwise.base.errors import ConfigError, EndedError, listing
 from shardwise.base.registered import imported
+from shardwise.base.terminal import progress
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
 from shardwise.cli.train import load_recipe
 from shardwise.config import BITWISE, Config, ModelConfig, recipe_name
 from shardwise.launch.environment import joined
-from shardwise.launch.local import EndedError, agent_ahead
+from shardwise.launch.local import agent_ahead
 from shardwise.verify import layouts, miniature
 from shardwise.verify.tolerance import Tolerance
 

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ShardwiseError, shown
+from shardwise.base.errors import EndedError, LaunchError, ShardwiseError, shown
 from shardwise.base.hardware import accelerators
-from shardwise.launch.local import EndedError, LaunchError, agent_ahead
+from shardwise.launch.local import agent_ahead
 from shardwise.verify.machine_checks import Check
 from shardwise.verify.rank_calls import call_on_ranks
 

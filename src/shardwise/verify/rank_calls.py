@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base.errors import EndedError, LaunchError
 from shardwise.launch.environment import keep_own
-from shardwise.launch.local import EndedError, LaunchError, launch
+from shardwise.launch.local import launch
 from shardwise.launch.rank_process import as_rank, enter_job
 
 if TYPE_CHECKING:

@@ -176,9 +176,8 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
         needed = 0 if config.checkpoint.path is not None else checkpoint_bytes(config, accelerator=True) or 0
         warnings = _disk_warnings(folder, needed, is_elsewhere)
     inputs, input_problems = glance_at_inputs(recipe, config, run_path)
-    if not is_elsewhere:
-        problems.texts += input_problems
-    problems.require_none(input_problems)
+    if problems or (input_problems and not is_elsewhere):
+        raise ConfigError([*problems, *input_problems])
     warnings += [("warning", problem) for problem in input_problems]
     if config.data.tokenizer is None and not config.data.is_built_in:
         from shardwise.data.preview import TRAINED_AT_START

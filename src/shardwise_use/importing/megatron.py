@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import whole_number
-from shardwise.checkpoint.format.foreign_folders import conversion_hint
+from shardwise.checkpoint.format.weight_files import conversion_hint
 from shardwise_use.importing import megatron_dist, megatron_model, pickled
 from shardwise_use.importing.imported_model import ImportedModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count

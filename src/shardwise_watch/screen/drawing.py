@@ -217,8 +217,7 @@ def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
     losses = last.get("balance_losses")
     shown = [f"{name} {number_text(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
     texts = [
-        words.format(value) if _is_finite(value) else re.sub(r"\{.*\}", number_text(value), words)
-        for words, value in values.items()
+        words.format(value) if _is_finite(value) else re.sub(r"×?\{.*\}", "–", words) for words, value in values.items()
     ]
     return [(SPARSE_ROW, ", ".join(texts + shown))]
 

@@ -1,7 +1,5 @@
 """What a run tells of graphs that its cache lacks or cannot keep. On several ranks: tests/dist/test_kept_graphs.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
