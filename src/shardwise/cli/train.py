@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -519,18 +518,3 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     except EndedError as error:
         raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0
-
-
-def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
-    """The configuration; of a model, with a line for the user on what is taken of it and on the defaults.
-
-    A rank opens a hub id from the cache, which the process that launched it has filled.
-    """
-    launched = is_launched()
-    config = load_config(recipe, overrides, cached=launched)
-    place = joined()
-    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
-        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
-
-        output.progress(model_recipe_remark(recipe, config))
-    return config

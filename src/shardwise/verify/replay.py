@@ -18,12 +18,9 @@ from shardwise.base.files import read_plain
 from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import CheckpointConfig, Config
-from shardwise.config.load import apply_overrides, config_from_sections
-from shardwise.config.resume_rules import fixed_changes
+from shardwise.config import CheckpointConfig, Config, apply_overrides, config_from_sections, fixed_changes
 from shardwise.launch.environment import REPLAY
-from shardwise.runs.folder import RunDirectory
-from shardwise.runs.folder import read_config as read_stored_config
+from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.state_records import RecordedHash, StateRecords, differing_tensors
 
 
@@ -83,7 +80,7 @@ def _saved_steps(root: Root) -> list[int]:
 
 def read_replay_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Config]:
     """The configuration of a run, and that of its replay with `overrides`; ConfigError for a wrong one of both."""
-    config = config_from_sections(read_stored_config(run))
+    config = config_from_sections(read_config(run))
     values = config.recorded()
     problems = apply_overrides(values, overrides)
     changed = config_from_sections(values, problems)
