@@ -212,14 +212,7 @@ _LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control character
 
 
 def in_one_line(name: str, text: str) -> str:
-    """Return a text without control characters, for a line of a job's script.
-
-    Args:
-        name: the user's name of the text, for the message.
-
-    Raises:
-        ConfigError: the text has some.
-    """
+    """Return a text for a line of a script; ConfigError, by the user's name of it: it has control characters."""
     if _LINE_ENDS.search(text):
         raise ConfigError(f"{name} ({text!r}) must be without line breaks and other control characters: rename it")
     return text

@@ -109,9 +109,6 @@ def step_time(
     """Predict the time of one step. None for a model of your own.
 
     Args:
-        config: the whole configuration.
-        layout: degrees of parallelism.
-        cluster: devices that it runs on.
         program: traits of the program that trains; None: this package.
         constants: constants of the device; None: those that were measured on it, else those that were fitted.
     """
