@@ -188,7 +188,7 @@ def _data_by_axis(by_axis: Mapping[str, Mapping[str, StepCurve]]) -> dict[str, A
 def stacked_chart(
     title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[ChartMark] = ()
 ) -> str:
-    """Draw the seconds of parts over the steps, one on the other; `rows`: [step, seconds of each part …] of a column."""
+    """Draw the seconds of parts over the steps, one on the other; `rows`: [step, seconds of each part …] of columns."""
     if not rows:
         return ""
     ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)])
