@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
-from shardwise.config import Config, Matmul, ModelConfig, OptimizerConfig, check_layout, config_from_sections
+from shardwise.config import Config, Matmul, ModelConfig, check_layout, config_from_sections
 from shardwise.config.key_rules import FP8_MULTIPLE
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.verify.layouts import Cell, common_batch
 

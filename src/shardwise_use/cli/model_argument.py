@@ -23,19 +23,10 @@ from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION,
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, parse_step, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Root, StoreError, is_url
-from shardwise.config import (
-    CHAT,
-    CHAT_KEYS,
-    Config,
-    ModelConfig,
-    UserModelConfig,
-    apply_overrides,
-    config_from_sections,
-    names_chat,
-    values_at_step,
-)
+from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from_sections, names_chat, values_at_step
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
+from shardwise.config.model import ModelConfig, UserModelConfig
 from shardwise.config.suggestions import suggestions
 from shardwise.data.open_data import data_format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
