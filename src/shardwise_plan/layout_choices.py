@@ -12,16 +12,8 @@ from typing import TypeVar, get_args
 
 from shardwise.base.errors import ConfigError, divisors
 from shardwise.base.mesh_axes import CHOSEN_AXES, CHOSEN_DEGREES, layout_text
-from shardwise.config import (
-    Config,
-    Frequency,
-    Layout,
-    OptimizerConfig,
-    ParallelConfig,
-    Recompute,
-    Schedule,
-    check_layout,
-)
+from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.config.stand_in import StandIn, config_as_given
 from shardwise_plan.data_stages import check_other_stages
