@@ -64,9 +64,6 @@ def tutorial(audit: dict[str, Any]) -> str:
     return re.sub(r"https?://(?:[^\s/?`)>]*/)*|\?highlight=\w+", "", path.read_text(encoding="utf-8"))
 
 
-# ---- complete
-
-
 def test_every_term_of_the_list_has_a_row(audit: dict[str, Any]) -> None:
     assert set(audit["extracted"]) == set(audit["names"]), "extracted and names differ"
 
@@ -97,9 +94,6 @@ def test_its_page_names_every_flag_and_variable(audit: dict[str, Any]) -> None:
     assert flags
     missing = [flag for flag in sorted(flags) if not re.search(rf"(?<![\w.-]){re.escape(flag)}(?![\w])", page)]
     assert missing == [], f"{audit['page']} does not say what these are here"
-
-
-# ---- true
 
 
 def test_every_answer_is_so(audit: dict[str, Any]) -> None:

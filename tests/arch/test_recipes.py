@@ -167,7 +167,6 @@ def test_a_current_model_fits_its_devices_and_trains_the_published_tokens(recipe
     """A tenth of 80 GB stays free, as `shardwise plan` asks for."""
     config, world = load_config(recipe), PUBLISHED[recipe].world
     memory = expected_memory(config, check_layout(config, world), True)
-    assert memory is not None
     assert memory.total < 0.9 * 80e9, f"{recipe} needs {memory.total / 1e9:.1f} GB on a rank"
     train = config.train
     assert train.steps * train.global_batch * train.sequence_length == pytest.approx(OF_80_GB[recipe] * 1e12, rel=1e-4)
@@ -186,7 +185,6 @@ def test_gpt3_fits_the_published_devices(recipe: str, accelerator: bool) -> None
     """16 GiB for each rank, and 2 GiB of it for what the estimate leaves out: Python, torch, the device's context."""
     config, world = load_config(recipe), PUBLISHED[recipe].world
     memory = expected_memory(config, check_layout(config, world), accelerator)
-    assert memory is not None
     assert memory.total < 14 * 2**30, f"{recipe} needs {memory.total / 2**30:.1f} GiB on a rank"
 
 

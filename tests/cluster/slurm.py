@@ -1,7 +1,5 @@
 """A real SLURM whose nodes are all this machine: its daemons on the loopback interface, without systemd or cgroups."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

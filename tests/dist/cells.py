@@ -326,9 +326,6 @@ EIGHT_RANKS = small(
 """Ranks that share samples beside all other axes."""
 
 
-# ---- one training
-
-
 @dataclass
 class Measured:
     """What one rank measured.

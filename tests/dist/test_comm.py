@@ -145,8 +145,6 @@ def test_at_size_one_every_collective_is_the_identity() -> None:
     assert not alone.meter.bytes, "an identity puts no bytes on the wire"
 
 
-# ---- gradients. What all ranks do together, written down densely: every rank's input → every rank's output.
-
 Dense = Callable[[list[Tensor]], list[Tensor]]
 
 
@@ -205,9 +203,6 @@ def test_every_function_with_a_gradient_is_tested() -> None:
     functions = {name for name, value in vars(comm).items() if callable(value) and value.__module__ == comm.__name__}
     differentiable = {n for n in functions if n.endswith(("_group", "_sequence", "_last")) and not n.startswith("_")}
     assert differentiable == set(WHOLE_TO_PARTS)
-
-
-# ---- groups
 
 
 def split_groups() -> dict[str, Any]:

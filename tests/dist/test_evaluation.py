@@ -83,7 +83,6 @@ def evaluated(chosen: Config, tokens: int) -> EvaluationLosses:
     fill(model, scale=0.2)
     prepared = data(chosen, tokens)
     batches = make_evaluation_batches(chosen, prepared, "train" if prepared.pair_tokens else "eval")
-    assert batches is not None
     bytes_V = BYTES if chosen.model.causal else None
     return evaluate(model, batches, ranks, chosen.train.micro_batch, False, chosen.parallel, bytes_V)
 
@@ -132,7 +131,6 @@ class Measured(Dropping):
 def test_a_model_of_ones_own_is_given_the_lengths_that_it_names() -> None:
     chosen = config("own", micro_batch=2)
     batches = make_evaluation_batches(chosen, data(chosen, 43), "eval")
-    assert batches is not None
     evaluate(Measured(VOCABULARY), batches, mesh(1), 2)
     assert Measured.lengths == [None, [10, 0]]
 

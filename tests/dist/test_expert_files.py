@@ -95,9 +95,6 @@ def test_both_forms_are_read_at_every_layout(family: str, ranks: Any, tmp_path: 
                 assert read <= total - experts * 3 // 4
 
 
-# ---- what is refused, in one sentence
-
-
 def problem(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         open_hugging_face(Root.of(folder))

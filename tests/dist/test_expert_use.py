@@ -66,7 +66,6 @@ def use(path: Path, parallel: dict[str, int]) -> tuple[list[int], list[int], lis
     scores, texts = answers or ([], [])
     data = make_data(V, 5)  # the last portion is filled up
     batches: Batches | None = make_evaluation_batches(config, data, "train")
-    assert batches is not None
     loss = evaluate(model, batches, mesh, 2, parallel=config.parallel).loss
     return likeliest, drawn, scores, texts, loss
 

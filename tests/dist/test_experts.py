@@ -143,8 +143,6 @@ def test_biases_depend_on_the_loads_of_the_whole_batch_alone(ranks: Any) -> None
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-# ---- training, and going on at another degree
-
 TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "EP 2 of DP 4, ZeRO-3": (4, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
     "EP 2 of DP 4, ZeRO-2 with copies": (4, {"parallel": {"expert": 2, "replicate": 2}, "optimizer": {"zero": 2}}),

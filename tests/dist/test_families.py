@@ -100,9 +100,6 @@ def batch_of(case: str) -> dict[str, Tensor]:
     }
 
 
-# ---- what transformers computes
-
-
 @functools.cache
 def reference(case: str) -> Result:
     with warnings.catch_warnings():
@@ -164,9 +161,6 @@ def bert_losses(theirs: Any, batch: dict[str, Tensor]) -> tuple[list[Tensor], li
     return [logits * kept, pairs], [masked, following]
 
 
-# ---- what the ranks compute
-
-
 def train(case: str, tp: int, sequence: bool) -> Result:
     model: Any = build_model(configuration(case), mesh(tp).tp, sequence_parallel=sequence)
     fill(model, scale=scale_of(case))
@@ -189,14 +183,12 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     for _, parameter, record in placements(model):
         for piece in record.pieces:
             if piece.partial:
-                assert parameter.grad is not None
                 here = piece.of(parameter.grad)
                 here.copy_(collectives.all_reduce_(here.clone(), piece.copies))
     return {name: tensor.clone() for name, tensor in canonical_tensors(model, gradient)}
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
     return parameter.grad
 
 

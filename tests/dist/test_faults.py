@@ -20,8 +20,6 @@ from tests.dist.test_checkpoint import config_of
 from tests.dist.training import make_config
 from tests.e2e.processes import wait_for
 
-# ---- fault 5
-
 
 def odd_config(zero: int) -> Config:
     """GPT2-XL's own heads, vocabulary and positions; fewer layers and narrower heads."""
@@ -55,9 +53,6 @@ def test_odd_heads_and_an_odd_vocabulary_train_under_zero(ranks: Any) -> None:
     assert parameters == sum(math.prod(shape) for shape in shapes.values())
     held = sum(rank["state"] - rank["padding"] for _, _, rank in everyone)
     assert held == whole["state"] - whole["padding"] == 8 * parameters, "two float32 moments a parameter, over all"
-
-
-# ---- fault 10
 
 
 PATIENCE = 60.0

@@ -135,7 +135,6 @@ def test_a_position_that_nobody_expected_is_read_anew() -> None:
     """As after batches that are left out."""
     config = make_config(data={"workers": 2})
     batches = make_batches(config, make_data(), "train")
-    assert batches is not None
     ahead, anew = (Feed(config, shared_mesh(1), batches, None) for _ in range(2))
     ahead.at(0, following=3)
     np.testing.assert_equal(on_host(ahead.at(24)), on_host(anew.at(24)))

@@ -173,9 +173,6 @@ def test_each_matrix_is_iterated_on_once(family: str, parallel: dict[str, Any], 
     assert max(work) - min(work) <= largest
 
 
-# ---- checkpoints
-
-
 def test_momentum_is_the_same_to_the_bit_at_another_layout(ranks: Any, tmp_path: Path) -> None:
     """Saved by TP 2 × DP 2 under ZeRO-1, of GPT's transposed and merged tensors; read by two other layouts."""
     source = configuration("gpt", {"tensor": 2, "sequence": True}, 1)

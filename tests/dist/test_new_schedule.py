@@ -1,7 +1,5 @@
 """A schedule that is added by its record, its order and torch's class alone: nothing else needs to know its name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -23,9 +23,6 @@ def parts() -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
     return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
 
 
-# ---- what calls leave behind
-
-
 def groups_after_saves(folder: str, gives_mesh: bool) -> list[int]:
     """The number of process groups after saves 2 and 5, each followed by a load."""
     model, optimizer = parts()
@@ -42,9 +39,6 @@ def test_saves_make_no_further_process_groups(gives_mesh: bool, ranks: Any, tmp_
     """A group stays, with its sockets, until the process ends: a long loop would run out of file descriptors."""
     for after_2, after_5 in ranks(2).run(groups_after_saves, str(tmp_path), gives_mesh):
         assert after_2 == after_5
-
-
-# ---- problems of one rank
 
 
 def refused(folder: str, taken: str) -> list[str]:
@@ -77,9 +71,6 @@ def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> N
     assert one[1].startswith("ConfigError: step (None) must be")
     assert one[2].startswith("ConfigError: the optimizer must hold the model's parameters: it lacks 0.weight")
     assert not (tmp_path / "saved").exists()
-
-
-# ---- torch's own modules beside sharded layers
 
 
 def mixed(tensor: int, options: dict[str, Any]) -> tuple[Mixed, shardwise.ZeroRedundancyOptimizer]:

@@ -89,9 +89,6 @@ def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
         return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(found, wanted, strict=True))
 
 
-# ---- the same training
-
-
 def to_none(model: nn.Module) -> None:
     model.zero_grad(set_to_none=True)
 
@@ -295,9 +292,6 @@ def test_ranks_need_not_agree(ranks: Any) -> None:
     assert outcomes[1][4:] == [0, 0, everything], "in the opposite order all wait for the first bucket"
 
 
-# ---- misuse
-
-
 def misuse() -> list[str]:
     rank, said = dist.get_rank(), []
 
@@ -349,9 +343,6 @@ def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
         for text in said[2:5]:
             assert text.startswith("the model is wrapped in DistributedDataParallel, which reduces every gradient")
         assert said[5].startswith("a parameter is cut over 2 tensor-parallel ranks: give mesh=")
-
-
-# ---- state
 
 
 def roundtrip(dtype: torch.dtype) -> list[Any]:

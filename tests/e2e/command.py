@@ -123,7 +123,6 @@ def outcome(process: Process, timeout: float = 240.0) -> Outcome:
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"the command did not end within {timeout:.0f} s\n{out}\n{err}") from None
-    assert process.returncode is not None
     return Outcome(process.returncode, out, err)
 
 

@@ -12,8 +12,6 @@ bash runs the blocks of a page as they are, with a `Reader`'s commands in place 
     ssh               its options are checked
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Bit-equal training through the command line: two layouts compared, a replay at a third, and `verify --bits`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`shardwise branch`: runs that begin from a step of another, and the tree that `ls` and `report` show."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

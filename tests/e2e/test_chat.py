@@ -56,8 +56,6 @@ def test_the_terminal_and_the_model_end_together(trained: Trained) -> None:
     with subprocess.Popen(
         command, cwd=trained.at, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write("The ring\n")
         process.stdin.flush()
         process.stdout.read(1)

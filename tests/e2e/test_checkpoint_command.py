@@ -1,7 +1,5 @@
 """`shardwise checkpoint` as a user runs it, on checkpoints that were written without training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

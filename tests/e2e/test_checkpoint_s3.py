@@ -1,7 +1,5 @@
 """The same code path on a real S3 interface: checkpoints are written, listed, verified, compared and removed there."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/decayed-model.md: all of its commands, with a small model, few steps and less code."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

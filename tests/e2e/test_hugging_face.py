@@ -98,7 +98,6 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config = transformers.GenerationConfig(**SPECIAL, do_sample=True, temperature=0.6)
     model.save_pretrained(folder)
     tokenizer = prepared(load_config("gpt-tiny")).tokenizer_path
-    assert tokenizer is not None
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
     return folder
 

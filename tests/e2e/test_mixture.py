@@ -1,7 +1,5 @@
 """`data.mixture` and `data.stages` by the command: the same run at other layouts, its numbers by source, a branch."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -33,7 +33,6 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
     assert [event["step"] for event in metrics(tmp_path / "runs/tiny", "step")] == [5, 10, 15, 20]
     assert (tmp_path / "loss.svg").exists()
     shapes = {shape(line) for text in printed for line in text.splitlines()}
-    assert block.shown is not None
     shown = re.sub(r"\\\n +|^\.\.\.\n", "", block.shown, flags=re.MULTILINE).splitlines()
     assert len(shown) == 10
     assert [line for line in shown if shape(line) not in shapes] == [], "the page shows lines that are not printed"

@@ -57,9 +57,6 @@ def changed(text: str, diffs: list[str]) -> str:
     return text
 
 
-# ---- the page by itself
-
-
 def test_the_changes_of_the_page_make_sharded_of_plain() -> None:
     assert changed(PLAIN, blocks("diff", STEPS)) == SHARDED
     assert "checkpoint(block, x" in changed(SHARDED, blocks("diff", OPTIONAL)), "dropout and recompute"
@@ -99,9 +96,6 @@ def test_the_wrapper_of_the_page_sums_what_plain_averages() -> None:
     plain_model.load_state_dict(model.state_dict())
     assert model.logits(ids.t()).shape == (8, 3, 64)
     assert model(ids.t(), targets.t()).item() == pytest.approx(plain_model(ids, targets).item() * 19, rel=1e-5)
-
-
-# ---- its commands
 
 
 @dataclass(frozen=True)
@@ -212,7 +206,6 @@ def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch
     exec(compile(code.replace("step-00000020", "step-00000010"), "own-model.md", "exec"), scope)
     model, config = scope["model"], followed.config
     evaluation = make_batches(config, prepare_data(config), "eval")
-    assert evaluation is not None
     total, counted = 0.0, 0
     with torch.no_grad():
         for batch in evaluation.eval_batches(config.train.eval_batches, config.train.global_batch, 0, 1, 2):
@@ -237,9 +230,6 @@ def plain(config: Config) -> nn.Module:
     keys = config.model.model_dump(exclude={"family"}, exclude_none=True)
     made: nn.Module = Decoder(**keys)
     return made
-
-
-# ---- the optional parts of the page
 
 
 def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -81,9 +81,6 @@ def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Path, user
         assert SECRET.encode() not in file.read_bytes(), f"{file} has the secret key"
 
 
-# ---- what is refused, before a step
-
-
 LOOK = """
 import json, os, sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`data.stages` with longer sequences by the command: stopped before, at and after the border, and at other layouts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

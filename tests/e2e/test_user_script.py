@@ -16,8 +16,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
 
 def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("zero1_example", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

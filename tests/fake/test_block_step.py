@@ -1,7 +1,5 @@
 """Operators and bytes of one rank's block, as benchmarks/block_step.py counts them without the ranks."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What one rank sends and receives where all is well: as much among 4,096 ranks as among 16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path

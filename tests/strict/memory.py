@@ -1,7 +1,5 @@
 """What a training step allocates on the strict device. Imported by ranks."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from unittest.mock import patch

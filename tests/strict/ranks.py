@@ -1,7 +1,5 @@
 """What the tests run on ranks with the strict device. Imported by ranks; the test process never loads the device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

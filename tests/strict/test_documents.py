@@ -104,7 +104,6 @@ def test_a_device_allocates_what_the_estimate_has(strict: Strict) -> None:
     data = {"reset_position_ids": True, "reset_attention_mask": True, "eod_token": cells.END}
     config = configuration("llama", None, 1, "none", precision={"mode": "mixed"}, data=data, train={"global_batch": 2})
     estimate = expected_memory(config, check_layout(config, 1), accelerator=True)
-    assert estimate is not None
     model = config.known_shapes
     tokens = config.train.micro_batch * config.train.sequence_length
     # This device has no product that adds to a weight's gradient: linear layers keep copies of inputs like this one.

@@ -55,7 +55,6 @@ def compare(
     config = configuration(model, dropout, 1, recompute, precision=precision, train=train, **sections)
     layout = check_layout(config, world)
     wanted = memory_by_rank(config, layout, accelerator=True)
-    assert wanted is not None
     # The numbers for stochastic rounding, which do not grow with the model, would make a difference look small.
     constant = 4 * ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if mode == "bfloat16" or rounds else 0
     for rank, (pipeline_rank, found) in enumerate(ranks.run(memory.step_peak, config)):

@@ -1,7 +1,5 @@
 """The tokens of five thousand documents as their makers' own programs write and read them, and as a run reads them."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from itertools import chain, pairwise

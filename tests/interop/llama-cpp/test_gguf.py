@@ -3,8 +3,6 @@
 tests/interop/readers has the log-probabilities of every family.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -5,8 +5,6 @@ runs is their own arithmetic, their own buffers and their own saver. What `megat
 (arguments, iteration, scheduler, generators) is written here under the same names.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

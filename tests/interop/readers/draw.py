@@ -4,8 +4,6 @@
 a GGUF file where one can be written, the ids of a text, and the log-probabilities that transformers computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
