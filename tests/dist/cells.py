@@ -23,7 +23,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights, step_with_gradients
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FACTS, FAMILIES, make_config, make_data, sizes, uncount
+from tests.dist.training import FACTS, FAMILIES, SPARSE, make_config, make_data, sizes, uncount
 
 EVAL_BATCHES = 2
 STEPS = 2
@@ -37,20 +37,13 @@ GRAIN = 8
 """Parts of the sums over a cut dimension, of cells with `bitwise`: more than there are ranks."""
 
 DROPOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", *FACTS, "olmoe", "qwen3_moe", "mixtral", "glm4_moe"), ("attention_dropout",)),
+    **dict.fromkeys(("llama", *FACTS, *SPARSE), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
-EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_key_value_heads": 2}
-SPARSE: dict[str, dict[str, Any]] = {
-    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
-    "qwen3_moe": EXPERTS | {"family": "qwen3_moe", "num_experts": 8, "head_dim": 8, "mlp_only_layers": [1]},
-    "mixtral": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    "glm4_moe": EXPERTS | {"family": "glm4_moe", "n_routed_experts": 8, "head_dim": 8, "n_group": 4, "topk_group": 2},
-}
-"""Families with experts, which have all objectives of routers that micro-batches and ranks add up."""
 OBJECTIVES = {"router_sequence_loss": 0.1, "router_batch_loss": 0.1, "router_z_loss": 0.01}
+"""All that micro-batches and ranks of a sparse model add up."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "gpt": {"tie_word_embeddings": False},

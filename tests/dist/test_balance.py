@@ -25,8 +25,8 @@ from shardwise.train.build import build_trainer
 from shardwise.train.mean_loss import mean_over_targets
 from shardwise.verify.canonical_values import canonical_gradients, gradient_errors, step_with_gradients
 from tests.dist.dense import run
-from tests.dist.test_experts import CASES, SCALE, SIZES, B, S, batch
-from tests.dist.training import make_config, make_data
+from tests.dist.test_experts import SCALE, SIZES, B, S, batch
+from tests.dist.training import SPARSE, make_config, make_data
 from tests.sweeps import few
 
 COEFFICIENTS = {"sequence": 0.05, "batch": 0.07, "pooled": 0.03, "z": 0.002}
@@ -42,7 +42,7 @@ def coefficients(family: str) -> dict[str, float]:
 
 def configuration(family: str, sections: Sections, *, balanced: bool = True) -> Config:
     """Of Qwen3's four blocks the last two, which are a stage of a pipeline of two ranks, have no experts."""
-    model = {"family": family, **SIZES, **CASES[family], "vocab_size": 131, "num_hidden_layers": 4}
+    model = {**SIZES, **SPARSE[family], "vocab_size": 131, "num_hidden_layers": 4}
     model["initializer_range"] = 0.1
     if family == "qwen3_moe":
         model["mlp_only_layers"] = [2, 3]
@@ -169,7 +169,7 @@ def test_transformers_has_the_same_loss_with_its_balance_term(family: str, tmp_p
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
 
-    config = FAMILIES[family].model_validate({"family": family, **SIZES, **CASES[family]})
+    config = FAMILIES[family].model_validate(SIZES | SPARSE[family])
     routings = [config.routing(layer) for layer in range(config.num_hidden_layers)]
     layers = len(routings) - routings.count(None)
     experts = config.any_routing.experts

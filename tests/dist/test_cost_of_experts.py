@@ -12,23 +12,10 @@ from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import memory_by_rank
 from shardwise.layers import experts
 from tests.dist.test_memory import ShardedStep, measure_sharded
-from tests.dist.training import make_config, sizes
+from tests.dist.training import MODELS, make_config, sizes
 
 MIXED = {"mode": "mixed"}
-
 SIZES = sizes(1000, 256, 128, layers=4, heads=4, positions=64)
-HEADS = {"head_dim": 64, "num_key_value_heads": 2}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_moe": HEADS | {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
-        "mlp_only_layers": [1], "intermediate_size": 352,
-    },
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    "glm4_moe": HEADS | {
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 352,
-    },
-}  # fmt: skip
 
 
 def by_turns(routing: Routing, scores: Tensor) -> Tensor:
@@ -83,7 +70,7 @@ OBJECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def configuration(family: str, optimizer: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
     train = {"global_batch": 8, "micro_batch": 1, "sequence_length": 16} | sections.get("train", {})
     others = {name: values for name, values in sections.items() if name != "train"}
-    model = SIZES | {"family": family} | FAMILIES[family]
+    model = SIZES | MODELS["costs"][family]
     return make_config(model=model, optimizer={"bucket_mib": None} | optimizer, train=train, **others)
 
 

@@ -20,6 +20,7 @@ from shardwise.train.evaluation_losses import EvaluationLosses, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
 from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import MODELS as TRAINED
 from tests.sweeps import few
 
 LENGTH, VOCABULARY = 16, 131
@@ -29,20 +30,7 @@ SIZES = sizes(VOCABULARY, 32, 48, heads=4, positions=32)
 MODELS: dict[str, dict[str, Any]] = {
     **{name: SIZES | family for name, family in FAMILIES.items()},
     "own": {"family": "tests.dist.own_models:Dropping", "vocab_size": VOCABULARY},
-    # Angles of a whole sequence are not those of a partial one.
-    "dynamic": SIZES
-    | {"family": "llama", "max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
-    "longrope": SIZES
-    | {
-        "family": "gpt_neox",
-        "rotary_pct": 1.0,
-        "rope_scaling": {
-            "rope_type": "longrope",
-            "short_factor": [1.0, 1.5, 2.0, 2.5],
-            "long_factor": [4.0, 5.0, 6.0, 7.0],
-            "original_max_position_embeddings": 12,
-        },
-    },
+    **{name: SIZES | own for name, own in TRAINED["evaluated"].items()},
 }
 DEEP = {"num_hidden_layers": 4}
 """For as many stages."""

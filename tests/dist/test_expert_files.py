@@ -20,7 +20,8 @@ from shardwise.pipeline.stages import build_stages
 from shardwise.verify.canonical_values import canonical_weights
 from shardwise_use.importing.hugging_face import open_hugging_face
 from tests.dist.dense import run
-from tests.dist.test_experts import CASES, SIZES, V
+from tests.dist.test_experts import SIZES, V
+from tests.dist.training import SPARSE
 from tests.hugging_face import described
 from tests.sweeps import few
 
@@ -31,8 +32,9 @@ OFTEN = ("glm4_moe",)
 def written(family: str, folder: Path, *, fused: bool, **keys: Any) -> Any:
     """A model of transformers with clear choices, and its folder."""
     transformers = pytest.importorskip("transformers")
+    own = {name: value for name, value in SPARSE[family].items() if name != "family"}
     tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(**SIZES | CASES[family] | tokens | keys)
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**SIZES | own | tokens | keys)
     torch.manual_seed(0)
     model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -18,8 +18,8 @@ from shardwise.verify import cell_training
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature, trainable_cells
 from shardwise.verify.tolerance import Tolerance
-from tests.dist.test_experts import CASES, SIZES
-from tests.dist.training import make_config
+from tests.dist.test_experts import SIZES
+from tests.dist.training import SPARSE, make_config
 from tests.sweeps import few
 
 STEPS = 4
@@ -91,9 +91,9 @@ def pairwise() -> list[tuple[str, Cell]]:
     """Few families and layouts in which every two choices that can meet do: the best of some drawn ones, repeatedly."""
     generator, found = random.Random(3), list[tuple[str, Cell]]()
     cells = [replace(cell, recompute=recompute) for cell in possible() for recompute in get_args(Recompute)]
-    missing = set[frozenset[tuple[str, Any]]]().union(*(pairs(family, cell) for family in CASES for cell in cells))
+    missing = set[frozenset[tuple[str, Any]]]().union(*(pairs(family, cell) for family in SPARSE for cell in cells))
     while missing:
-        candidates = [(generator.choice([*CASES]), generator.choice(cells)) for _ in range(600)]
+        candidates = [(generator.choice([*SPARSE]), generator.choice(cells)) for _ in range(600)]
         best = max(candidates, key=lambda candidate: len(pairs(*candidate) & missing))
         if new := pairs(*best) & missing:
             found.append(best)
@@ -114,7 +114,7 @@ def test_a_layout_trains_like_one_process(name: str, ranks: Any, tmp_path: Path)
 
 def check(family: str, cell: Cell, changes: Sequence[tuple[str, str, Any]], ranks: Any, tmp_path: Path) -> None:
     """A layout trains like one process, and one process goes on from its checkpoint."""
-    sections: dict[str, dict[str, Any]] = {"model": {"family": family, **SIZES, **CASES[family], **SPREAD}}
+    sections: dict[str, dict[str, Any]] = {"model": {**SIZES, **SPARSE[family], **SPREAD}}
     for section, key, value in changes:
         sections.setdefault(section, {})[key] = value
     config = miniature(make_config(**sections), [cell], STEPS, has_accelerator=False)

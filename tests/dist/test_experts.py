@@ -29,48 +29,16 @@ from shardwise.train.model_checks import check_replicas
 from tests.dist.checkpoints import load, save
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
-from tests.dist.training import make_config, make_data
+from tests.dist.training import SPARSE, make_config, make_data, sizes
 from tests.sweeps import few
 
 S, B, V = 16, 4, 61
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-CASES: dict[str, dict[str, Any]] = {
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "use_qk_norm": True,
-        "attention_bias": True,
-    },
-}
+SIZES = sizes(V, 32, 48, layers=3, heads=4, positions=64)
 SCALE = 5.0  # of the weights, so that routers choose clearly
 
 
 def make(family: str) -> Llama:
-    config = FAMILIES[family].model_validate({"family": family, **SIZES, **CASES[family]})
+    config = FAMILIES[family].model_validate(SIZES | SPARSE[family])
     model = Llama(config, Group(), seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -86,7 +54,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids[:-1], ids[1:]
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
@@ -116,7 +84,7 @@ def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
 def biases(expert: int, micro_batches: int, recompute: Any = "none") -> dict[str, Tensor]:
     """The loads of the last of two steps of a batch that ranks and micro-batches divide, and the biases after it."""
     mesh = Mesh(expert=expert, device="cpu")
-    config = FAMILIES["glm4_moe"].model_validate({"family": "glm4_moe", **SIZES, **CASES["glm4_moe"]})
+    config = FAMILIES["glm4_moe"].model_validate(SIZES | SPARSE["glm4_moe"])
     with made_with(Execution(experts=mesh.experts)):
         model = Llama(config, Group(), seed=1, recompute=recompute)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -157,7 +125,7 @@ TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 
 def configuration(sections: dict[str, dict[str, Any]], family: str = "glm4_moe") -> Config:
     train = {"micro_batch": 1, "global_batch": 8, "steps": 4, **sections.get("train", {})}
-    model = {"family": family, **SIZES, **CASES[family], "vocab_size": 131, "num_hidden_layers": 4}
+    model = {**SIZES, **SPARSE[family], "vocab_size": 131, "num_hidden_layers": 4}
     return make_config(**{**sections, "train": train, "model": model})
 
 

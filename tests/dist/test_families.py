@@ -18,46 +18,14 @@ from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.dense import fill, mesh, run
-from tests.dist.training import make_config, sizes
+from tests.dist.training import MODELS, make_config, sizes
 from tests.sweeps import few
 
 S, B, P = 16, 3, 4
 V = 61  # odd: the vocabulary is padded at every degree
 SIZES = sizes(V, 32, 48, heads=4, positions=32)
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-"""Fewer key/value heads than four ranks."""
-WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-ONE_KEY = {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
-LLAMAS: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "num_key_value_heads": 8},
-    "llama, one key head, tied, biased": {"family": "llama", **ONE_KEY},
-    "llama3": {"family": "llama", "rope_scaling": LLAMA3, "rope_theta": 5000.0, "num_key_value_heads": 4},
-    "mistral": {"family": "mistral", "sliding_window": 5},
-    "qwen2, tied": {"family": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"family": "qwen3", "head_dim": 6, **WINDOWS},
-    "qwen3, biased": {"family": "qwen3", "head_dim": 4, "attention_bias": True},
-    "olmo2": {"family": "olmo2", "num_hidden_layers": 4},
-    "olmo3": {"family": "olmo3", "num_hidden_layers": 4, "sliding_window": 3, "rope_scaling": YARN},
-    "smollm3": {"family": "smollm3", "no_rope_layers": [1, 0]},
-    "gemma3": {
-        "family": "gemma3", "head_dim": 6, **WINDOWS, "query_pre_attn_scalar": 10, "rope_theta": 5000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_local_base_freq": 100.0,
-    },
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt, tied": {"family": "gpt"},
-    "gpt, untied": {"family": "gpt", "tie_word_embeddings": False},
-    "neox, parallel": {"family": "gpt_neox"},
-    "neox, serial": {"family": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 0.5},
-    "neox, parallel with dropout": {"family": "gpt_neox", "hidden_dropout": 0.1},  # leaves its two layers one by one
-    "neox, tied, no attention bias": {"family": "gpt_neox", "tie_word_embeddings": True, "attention_bias": False},
-    "bert": {"family": "bert"},
-}
+LLAMAS, OTHERS = MODELS["llamas"], MODELS["others"]
 CASES = {name: SIZES | LLAMA | own for name, own in LLAMAS.items()}
 CASES |= {name: SIZES | own for name, own in OTHERS.items()}
 CLASSES = {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}

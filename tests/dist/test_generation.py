@@ -18,7 +18,7 @@ from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
 from shardwise_use.generation import TokenSampler, generate_tokens, open_token_reader
 from tests.dist.dense import fill, mesh, run
-from tests.dist.training import make_config, sizes
+from tests.dist.training import MODELS, make_config, sizes
 from tests.hugging_face import VOCABULARY, described, save
 from tests.sweeps import few
 
@@ -158,7 +158,7 @@ def test_a_pipeline_writes_the_same(case: str, layout: str, ranks: Any) -> None:
         "gpt": {"family": "gpt"},
         "llama": {"family": "llama", "num_key_value_heads": 2},
         "neox": {"family": "gpt_neox", "tie_word_embeddings": True},
-        "dynamic": {"family": "llama", "max_position_embeddings": 20, "rope_scaling": SCALINGS["dynamic"]},
+        "dynamic": {"family": "llama", "max_position_embeddings": 20, "rope_scaling": MODELS["scalings"]["dynamic"]},
     }[case]
     world, parallel = PIPELINES[layout]
     wanted = continued(model, {}, 99)
@@ -167,23 +167,13 @@ def test_a_pipeline_writes_the_same(case: str, layout: str, ranks: Any) -> None:
         assert found == wanted, f"rank {rank} of {layout}"
 
 
-SCALINGS: dict[str, dict[str, Any]] = {
-    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
-    "longrope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0, 1.1],
-        "long_factor": [2.0, 2.7],
-        "original_max_position_embeddings": 10,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0},
-}
-
-
 @pytest.mark.parametrize("chunk", [3, pytest.param(99, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("kind", MODELS["scalings"])
 def test_scaled_positions_go_on_beyond_the_longest(kind: str, chunk: int) -> None:
     """Angles that change with the length change all keys: the tokens are still those that no cache gives."""
-    config = LlamaConfig(family="llama", **sizes(VOCABULARY, 32, 48, positions=12), rope_scaling=SCALINGS[kind])
+    config = LlamaConfig(
+        family="llama", **sizes(VOCABULARY, 32, 48, positions=12), rope_scaling=MODELS["scalings"][kind]
+    )
     model = Llama(config, seed=1).eval()
     fill(model, scale=0.3)
     # Kept over the texts: the last one is the beginning of one whose keys had the angles of a greater length.

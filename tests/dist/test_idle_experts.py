@@ -14,8 +14,8 @@ from shardwise.layers.experts import Experts
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from tests.dist.dense import run
-from tests.dist.test_experts import CASES, SIZES
-from tests.dist.training import make_config, make_data
+from tests.dist.test_experts import SIZES
+from tests.dist.training import SPARSE, make_config, make_data
 from tests.sweeps import few
 
 LR, DECAY = 1e-2, 0.1
@@ -26,7 +26,7 @@ def configuration(family: str, sections: dict[str, dict[str, Any]], length: int,
     train = {"micro_batch": 1, "global_batch": 4, "steps": STEPS, "sequence_length": length}
     optimizer = {"lr": LR, "min_lr": LR, "warmup_steps": 0, "schedule": "constant", "weight_decay": DECAY}
     return make_config(
-        model={"family": family, **SIZES, **CASES[family], "num_hidden_layers": 4, "num_experts_per_tok": per_token},
+        model={**SIZES, **SPARSE[family], "num_hidden_layers": 4, "num_experts_per_tok": per_token},
         **{**sections, "train": train | sections.get("train", {}), "optimizer": optimizer | sections["optimizer"]},
     )
 

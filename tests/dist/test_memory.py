@@ -25,7 +25,7 @@ from tests.block_stacks import block_stack
 from tests.dist import cells
 from tests.dist.cells import sent
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, MODELS, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
 from tests.sweeps import few
 
@@ -33,17 +33,7 @@ TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")
 # More tokens than features: activations dominate, not the gradients of weights.
 SIZES = sizes(1000, 64, 256, layers=4, heads=4, positions=128)
-FACTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
-    "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
-    "gemma3": {"family": "gemma3", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "layer_types": 2},
-    "smollm3": {"family": "smollm3", "no_rope_layers": [0, 1] * 2},
-    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
-    "glm4_moe": {
-        "family": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "head_dim": 16, "num_key_value_heads": 2,
-    },
-}  # fmt: skip
+FACTS = MODELS["memory"]
 """Families whose blocks hold other things than Llama's."""
 DROPOUT = cells.DROPOUT | dict.fromkeys(FACTS, ("attention_dropout",))
 
