@@ -1,17 +1,27 @@
 """Compiled training: the losses of eager training, by as many graphs as there are kinds of units and modes."""
 
+import os
+import zipfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from shardwise.config import Config
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config, check_layout, load_config
+from shardwise.distributed.mesh import Group, Mesh
 from shardwise.models.blocks import KeyValueCache
 from shardwise.train.build import build_trainer
+from shardwise.train.compile.compiled_units import BLOCK, HEAD, CapturedGraph
+from shardwise.train.compile.graph_cache import FACTS as NAME_OF_FACTS
+from shardwise.train.compile.graph_cache import GraphCache
+from shardwise.train.compile.run_graphs import RunGraphs
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import FACTS, FAMILIES, MODEL, make_config, make_data
@@ -161,3 +171,41 @@ def test_compiled_by_inductor(name: str, ranks: Any) -> None:
 def test_mixed_precision(ranks: Any) -> None:
     """The compiler rounds fewer intermediate results to bfloat16 than eager code."""
     check(ranks, Cell(FAMILIES["llama"], SEQUENCE, mode="mixed"), "aot_eager", steps=3, tolerance=1e-3)
+
+
+UNITS = (BLOCK, HEAD)
+
+
+def keep(cache: Path, required: bool) -> tuple[Path, str]:
+    """Each rank is a machine of its own, and compiles one of the units."""
+    keys = f"compile.cache_dir={cache}", f"compile.require_cached={str(required).lower()}"
+    config = load_config("llama2-tiny", ["parallel.pipeline=2", "compile.enabled=true", *keys])
+    mesh, said = Mesh(pipeline=2), list[str]()
+    compilation: Any = SimpleNamespace(graphs=[])
+    rank, problem = Group.world().rank, ""
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        try:
+            with RunGraphs(config, check_layout(config, 2), mesh, compilation, said.append) as keeper:
+                work = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+                (work / UNITS[rank]).write_text("code")
+                compilation.graphs.append(CapturedGraph(UNITS[rank], training=True, is_hit=False, seconds=1.0))
+                keeper.keep_new()
+        except ConfigError as error:
+            problem = str(error)
+    return work, problem
+
+
+def content(cache: Path) -> dict[str, set[str]]:
+    entries = GraphCache(cache).entries()
+    return {entry.facts["unit"]: set(zipfile.ZipFile(entry.path).namelist()) - {NAME_OF_FACTS} for entry in entries}
+
+
+def test_a_machine_keeps_the_graphs_that_it_compiled_until_their_code_does_not_fit(ranks: Any, tmp_path: Path) -> None:
+    """Pipeline stages on several machines compile different graphs; each stores what its own folder has."""
+    found = ranks(2).run(keep, tmp_path / "cache", False)
+    assert content(tmp_path / "cache") == {BLOCK: {BLOCK}, HEAD: {HEAD}}
+    assert not any(work.exists() or problem for work, problem in found)
+    for work, problem in ranks(2).run(keep, tmp_path / "cache", True):
+        assert "the cached code did not fit and was removed: block (training), loss of the head (training)" in problem
+        assert not work.exists(), "a refusal leaves the compiler's folder"
+    assert content(tmp_path / "cache") == {}

@@ -306,3 +306,35 @@ def copied_model_keeps_its_records() -> list[bool]:
 def test_a_copied_emptied_or_loaded_model_is_cut_as_its_original(ranks: Any) -> None:
     for rank, facts in enumerate(ranks(2).run(copied_model_keeps_its_records)):
         assert all(facts), f"rank {rank}: records, output or group of the copy differ: {facts}"
+
+
+def penalty(tp: int, sequence: bool) -> dict[str, float]:
+    """The gradient of a gradient penalty, through an MLP whose matmuls are cut: the square of the input's gradient."""
+    options: Any = {"sequence_parallel_enabled": sequence, "seed": 1, "group": mesh(tp).tp}
+    layers = nn.ModuleDict(
+        {
+            "norm": RMSNorm(INPUTS, name="norm", **options),
+            "up": ColumnParallelLinear(INPUTS, OUTPUTS, True, False, name="up", **options),
+            "down": RowParallelLinear(OUTPUTS, INPUTS, False, True, name="down", **options),
+        }
+    )
+    weights = leaves(fill(layers))
+    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, INPUTS)
+    scale = (whole_x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    hidden = F.gelu(linear(whole_x * scale * weights["norm.weight"], weights, "up"))
+    (wanted,) = torch.autograd.grad((linear(hidden, weights, "down") * pull).sum(), whole_x, create_graph=True)
+    wanted.square().sum().backward()
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    y = layers["down"](F.gelu(layers["up"](layers["norm"](x))))
+    (found,) = torch.autograd.grad((y * sequence_part(pull, tp, sequence)).sum(), x, create_graph=True)
+    found.square().sum().backward()
+    return {
+        "gradient of the penalty by the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layers, weights),
+    }
+
+
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_gradients_of_gradients(tp: int, sequence: bool, ranks: Any) -> None:
+    check(run(ranks, tp, penalty, tp, sequence))

@@ -167,7 +167,8 @@ def test_other_dtypes_and_batches(model: str) -> None:
 def measure_step(config: Config) -> int:
     """Most that this rank holds in an optimizer step but the first, from the model's construction on."""
     torch.set_num_threads(1)
-    mesh = shared_mesh(config.parallel.tensor, 1, tuple(config.grains.items()), context=config.parallel.context)
+    parallel, grains = config.parallel, tuple(config.grains.items())
+    mesh = shared_mesh(parallel.tensor, parallel.pipeline, grains, context=parallel.context)
     data = make_data(
         config.model.vocab_size, length=config.train.sequence_length, pairs="nsp" in config.model.objectives
     )
@@ -300,3 +301,35 @@ def test_live_tensors_are_counted_once_and_until_they_are_free() -> None:
     assert live.now == 5000
     del b, c
     assert (live.now, live.peak) == (0, 8004)
+
+
+PIPELINE_TOLERANCE = 0.04
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+CASES = [
+    *(("gpt", "none", 0.0, 2, schedule) for schedule in SCHEDULES),
+    *(("llama", "full", 0.0, 2, schedule) for schedule in SCHEDULES),
+    *(("bert", "selective", 0.1, 4, schedule) for schedule in SCHEDULES),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "dropout", "degree", "schedule"),
+    few(CASES, *(("gpt", "none", 0.0, 2, schedule) for schedule in ("1f1b", "zbv"))),
+)
+def test_a_step_of_a_pipeline_holds_what_cost_has(
+    model: str, recompute: str, dropout: float, degree: int, schedule: str, ranks: Any
+) -> None:
+    sizes = SIZES | FAMILIES[model] | dict.fromkeys(DROPOUT[model], dropout)
+    config = make_config(
+        model=sizes | {"num_hidden_layers": max(2 * degree, SIZES["num_hidden_layers"])},
+        parallel={"pipeline": degree, "schedule": schedule},
+        train={"micro_batch": 2, "global_batch": 8 * degree, "sequence_length": 64, "recompute": recompute},
+    )
+    memory = memory_by_rank(config, check_layout(config, degree))
+    for rank, peak in enumerate(ranks(degree).run(measure_step, config)):
+        off = memory[rank].total / peak - 1
+        assert abs(off) <= PIPELINE_TOLERANCE, (
+            f"rank {rank}: held {peak:,}, cost has {memory[rank].total:,} ({off:+.1%})"
+        )

@@ -6,9 +6,7 @@ import pytest
 
 from tests.dist.test_compiled_training import GPT_DROPOUT, SEQUENCE, Cell, losses
 from tests.dist.training import FACTS, FAMILIES
-from tests.rank_pool import RankPool
-
-Strict = Callable[..., RankPool]
+from tests.rank_pool import Pools, RankPool
 
 
 @pytest.mark.parametrize(
@@ -21,7 +19,7 @@ Strict = Callable[..., RankPool]
     ids=["llama", "gpt, invariant dropout, full recompute", "qwen3, documents"],
 )
 def test_losses_are_those_of_eager_training_on_cpus(
-    cell: Cell, strict: Strict, ranks: Callable[[int], RankPool]
+    cell: Cell, strict: Pools, ranks: Callable[[int], RankPool]
 ) -> None:
     """torch has no compiler for it: captured graphs, forward and backward, run operator by operator."""
     wanted, _ = ranks(2).run(losses, cell, None, 3)[0]

@@ -1,7 +1,6 @@
 """Documents within samples, by the kernel that takes each by itself: that of `flash_attention.py`."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,14 +14,13 @@ from tests.dist import cells
 from tests.dist.cells import Cell, small
 from tests.dist.test_memory import configuration
 from tests.dist.training import make_config
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.strict import flash_attention, memory
 from tests.strict.test_training import STEPS, compare
 from tests.strict.test_waits import WAITS, step
 from tests.sweeps import few
 from tests.unit.models.test_masks import error, starts
 
-Strict = Callable[..., RankPool]
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__).release < (2, 12), reason="torch's kernel for documents knows no shared keys before 2.12"
 )
@@ -65,7 +63,7 @@ def largest_errors(window: int | None, compiles: bool) -> list[float]:
 @pytest.mark.parametrize(
     ("window", "compiles"), few([(5, False), (5, True), (None, True), (1, True), (1000, True)], (5, False))
 )
-def test_attention_is_that_of_a_dense_mask(window: int | None, compiles: bool, strict: Strict) -> None:
+def test_attention_is_that_of_a_dense_mask(window: int | None, compiles: bool, strict: Pools) -> None:
     (errors,) = strict(1).run(largest_errors, window, compiles)
     assert max(errors) <= 2e-6
 
@@ -82,14 +80,14 @@ CELLS = small(
 
 
 @pytest.mark.parametrize("cell", [CELLS[0], pytest.param(CELLS[1], marks=pytest.mark.slow)], ids=lambda cell: cell.name)
-def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
+def test_losses_are_those_of_the_cpu(cell: Cell, strict: Pools) -> None:
     wanted = cells.measure(cell.alone, STEPS).losses
     for losses, calls in strict(cell.world).run(trained, cell):
         compare(losses, wanted)
         assert calls["forward"] > calls["backward"] > 0, "another kernel attends"
 
 
-def test_ranks_that_read_no_data_wait_for_the_sizes_once_a_step(strict: Strict) -> None:
+def test_ranks_that_read_no_data_wait_for_the_sizes_once_a_step(strict: Pools) -> None:
     documents = {"reset_attention_mask": True, "eod_token": cells.END}
     reader, other = strict(2).run(step, make_config(parallel={"tensor": 2}, data=documents), False)
     for found, waits in ((reader, WAITS), (other, WAITS | {"Feed._share": 1})):
@@ -100,7 +98,7 @@ def test_ranks_that_read_no_data_wait_for_the_sizes_once_a_step(strict: Strict) 
         assert counts == waits
 
 
-def test_a_device_allocates_what_the_estimate_has(strict: Strict) -> None:
+def test_a_device_allocates_what_the_estimate_has(strict: Pools) -> None:
     data = {"reset_position_ids": True, "reset_attention_mask": True, "eod_token": cells.END}
     config = configuration("llama", None, 1, "none", precision={"mode": "mixed"}, data=data, train={"global_batch": 2})
     estimate = expected_memory(config, check_layout(config, 1), accelerator=True)

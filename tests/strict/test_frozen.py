@@ -1,6 +1,5 @@
 """Ranks that have nothing to train take part in norms and checkpoints, with tensors of their device."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +16,8 @@ from shardwise.train.build import build_optimizer
 from shardwise.train.trainer import Trainer
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import make_config
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 
-Strict = Callable[..., RankPool]
 STAGES = (("model.embed_tokens.", "model.layers.0."), ("model.layers.1.", "model.norm.", "lm_head."))
 """How the names of their parameters start."""
 EVERYTHING = ("",)
@@ -51,7 +49,7 @@ def train(config: Config, frozen: tuple[str, ...], root: str | None) -> list[tup
 
 
 @pytest.mark.parametrize(("optimizer", "stage"), [pytest.param("adamw", 0, marks=pytest.mark.slow), ("lamb", 1)])
-def test_a_frozen_stage(optimizer: str, stage: int, strict: Strict, tmp_path: Path) -> None:
+def test_a_frozen_stage(optimizer: str, stage: int, strict: Pools, tmp_path: Path) -> None:
     """As one process trains the same model."""
     method, frozen = {"name": optimizer, "max_norm": 0.1}, STAGES[stage]
     wanted = train(make_config(optimizer=method), frozen, None)
@@ -71,7 +69,7 @@ def update_nothing(config: Config, root: str) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("parallel", [{}, PIPELINE], ids=["DP 2", "PP 2"])
-def test_all_is_frozen(parallel: dict[str, Any], strict: Strict, tmp_path: Path) -> None:
+def test_all_is_frozen(parallel: dict[str, Any], strict: Pools, tmp_path: Path) -> None:
     assert strict(2).run(update_nothing, make_config(parallel=parallel), str(tmp_path)) == [(0.0, 1)] * 2
 
 
@@ -95,6 +93,6 @@ def own_loop(frozen: tuple[int, ...], options: dict[str, Any]) -> tuple[float, f
     ("frozen", "wanted"), [((1,), (2.0, 2.0, 1)), ((0, 1), (0.0, 0.0, 1))], ids=["one rank", "all ranks"]
 )
 def test_a_loop_whose_optimizer_has_no_parameters(
-    frozen: tuple[int, ...], wanted: tuple[float, float, int], options: dict[str, Any], strict: Strict
+    frozen: tuple[int, ...], wanted: tuple[float, float, int], options: dict[str, Any], strict: Pools
 ) -> None:
     assert strict(2).run(own_loop, frozen, options) == [wanted] * 2

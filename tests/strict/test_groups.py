@@ -1,16 +1,12 @@
 """Groups of ranks on accelerators: those like CUDA, and those whose communicators cannot be split."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
-from tests.rank_pool import RankPool
-
-Strict = Callable[..., RankPool]
+from tests.rank_pool import Pools
 
 
 def make_groups() -> tuple[float, tuple[int, ...], float]:
@@ -30,6 +26,6 @@ def make_groups() -> tuple[float, tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("like", ["cuda", "other"])
-def test_groups_of_a_bound_world(like: str, strict: Strict) -> None:
+def test_groups_of_a_bound_world(like: str, strict: Pools) -> None:
     """The world's communicator is not split: a group of some ranks is made by these alone, one on the host by all."""
     assert strict(2, like).run(make_groups, timeout=30) == [(4.0, (rank,), 4.0) for rank in range(2)]

@@ -3,7 +3,6 @@
 The allocator of CUDA rounds each block up to 512 bytes, which the estimate leaves out.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from shardwise.estimates.memory import memory_by_rank
 from shardwise.optim.bucket_layout import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
 from tests.dist.test_memory import RECOMPUTE, configuration
 from tests.dist.training import FAMILIES
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools, RankPool
 from tests.strict import memory
 
 TOLERANCE = 0.02
@@ -67,7 +66,7 @@ def compare(
 
 @pytest.mark.parametrize(("model", "dropout", "recompute", "mode"), CELLS)
 def test_a_device_allocates_what_cost_has(
-    model: str, dropout: str | None, recompute: str, mode: str, strict: Callable[..., RankPool]
+    model: str, dropout: str | None, recompute: str, mode: str, strict: Pools
 ) -> None:
     compare(strict(1), 1, model, dropout, recompute, mode)
 
@@ -76,7 +75,7 @@ def test_a_device_allocates_what_cost_has(
 @pytest.mark.parametrize("model", ["llama", "bert"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.slow
-def test_layouts(layout: str, model: str, recompute: str, strict: Callable[..., RankPool]) -> None:
+def test_layouts(layout: str, model: str, recompute: str, strict: Pools) -> None:
     world, parallel, zero = LAYOUTS[layout]
     sections = {"parallel": parallel, "optimizer": {"zero": zero}}
     compare(strict(world), world, model, None, recompute, "mixed", **sections)

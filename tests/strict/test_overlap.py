@@ -1,6 +1,5 @@
 """New parameters travel behind the next forward pass: no module reads one before it is complete."""
 
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 
 STEPS = 3
 SIZES = {name: size for name, size in MODEL.items() if name not in ("family", "num_key_value_heads")}
@@ -76,7 +75,7 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
     ids=["DP 2", "tied, full recompute", "BERT", "GPT-NeoX", "TP 2 and sequence parallelism", "PP 2"],
 )
 def test_gathers_end_before_their_parameters_are_read(
-    world: int, sections: dict[str, dict[str, object]], strict: Callable[..., RankPool]
+    world: int, sections: dict[str, dict[str, object]], strict: Pools
 ) -> None:
     """While a collective runs, the strict device shows NaN in its tensors."""
     optimizer = {"zero": 1, "bucket_mib": 0.02}
@@ -93,7 +92,7 @@ def test_gathers_end_before_their_parameters_are_read(
             assert torch.equal(a, b)
 
 
-def test_the_forward_pass_does_not_wait_for_the_counted_targets(strict: Callable[..., RankPool]) -> None:
+def test_the_forward_pass_does_not_wait_for_the_counted_targets(strict: Pools) -> None:
     """They travel on the communicator of the gathers, behind all of them."""
     for *_, events in strict(2).run(steps, make_config(), True):
         assert events.index("counts") >= MODEL["num_hidden_layers"], events
@@ -138,7 +137,7 @@ def events_of_a_step(config: Config) -> tuple[list[tuple[str, int]], list[float]
     return events, *losses
 
 
-def test_weights_and_gradients_travel_behind_the_computation_of_another_block(strict: Callable[..., RankPool]) -> None:
+def test_weights_and_gradients_travel_behind_the_computation_of_another_block(strict: Pools) -> None:
     """Each gather and reduction but the first and the last one has a block's computation before its wait."""
     sizes = {"num_hidden_layers": 6}
     config = make_config(model=sizes, optimizer={"zero": 3, "bucket_mib": 1.0}, train={"global_batch": 4})

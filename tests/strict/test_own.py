@@ -15,10 +15,9 @@ from tests.dist import test_own_training as training
 from tests.dist.checkpoints import make_trainer
 from tests.dist.own_models import Plain
 from tests.dist.training import make_config
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.strict.ranks import OnDevice
 
-Strict = Callable[..., RankPool]
 scaled = loops.test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one
 
 
@@ -36,7 +35,7 @@ scaled = loops.test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on
     ],
     ids=lambda test: getattr(test, "func", test).__name__.removeprefix("test_"),
 )
-def test_loops_that_name_no_device(test: Callable[[Any], None], strict: Strict) -> None:
+def test_loops_that_name_no_device(test: Callable[[Any], None], strict: Pools) -> None:
     """What tests/dist finds on the CPU, with `torch.set_default_device`."""
     test(lambda size: OnDevice(strict(size)))
 
@@ -54,11 +53,11 @@ def state_after_a_step() -> bool:
     return torch.equal(torch.strict.get_rng_state(), before)
 
 
-def test_a_users_own_random_numbers_are_theirs(strict: Strict) -> None:
+def test_a_users_own_random_numbers_are_theirs(strict: Pools) -> None:
     assert strict(1).run(state_after_a_step) == [True]
 
 
-def test_a_model_whose_layers_have_no_seed(strict: Strict) -> None:
+def test_a_model_whose_layers_have_no_seed(strict: Pools) -> None:
     """With tensor parallelism it is trained and evaluated as in one process on the CPU."""
     model = {"family": "tests.dist.own_models:Sharded", "vocab_size": 131}
     wanted = steps(make_config(model=model))
@@ -75,12 +74,12 @@ def ties() -> list[bool]:
     return [each.head.weight is each.embedding.weight for each in (made, model)]
 
 
-def test_a_tie_survives_the_move_to_the_device(strict: Strict) -> None:
+def test_a_tie_survives_the_move_to_the_device(strict: Pools) -> None:
     """`Module.to` alone would break it there."""
     assert strict(1).run(ties) == [[False, True]]
 
 
-def test_copies_that_drift_apart_are_found(strict: Strict) -> None:
+def test_copies_that_drift_apart_are_found(strict: Pools) -> None:
     """A norm is on both tensor-parallel ranks, and a row of Q on one."""
     assert strict(2).run(drift.drift, 2, torch.float32, {1: (drift.QKV, 0, 3)}) == [None] * 2
     said = strict(2).run(drift.drift, 2, torch.float32, {1: (drift.NORM, 63, 31)})

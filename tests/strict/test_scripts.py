@@ -4,7 +4,6 @@ There `init_process_group()` makes groups that take no tensor of the CPU.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from tests.arch.source import ROOT
 from tests.arch.test_docs import SCRIPTS
 from tests.e2e.command import Outcome, shardwise
 from tests.e2e.test_user_script import SCRIPT, reference
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.strict import build
 
 # `env`: in processes of their own, as those kept warm have imported torch without the device.
@@ -64,7 +63,7 @@ def last_loss(script: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["layers.py", pytest.param("zero1.py", marks=pytest.mark.slow)])
-def test_the_readmes_loops_with_the_devices_backend_named(name: str, strict: Callable[..., RankPool]) -> None:
+def test_the_readmes_loops_with_the_devices_backend_named(name: str, strict: Pools) -> None:
     """As after `init_process_group("nccl")`: ranks of the tests have no group that takes tensors of the CPU."""
     wanted = strict(2).run(last_loss, SCRIPTS[name])
     assert strict(2, like="other").run(last_loss, SCRIPTS[name]) == wanted

@@ -1,17 +1,15 @@
 """The same training on the strict device as on the CPU."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from tests.dist import bits, cells
+from tests.dist import cells
+from tests.dist import test_bits as bits
 from tests.dist.cells import Cell, small
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.strict import ranks
 from tests.sweeps import few
 
-Strict = Callable[..., RankPool]
 STEPS = 3
 CELLS = small(
     Cell("llama"),
@@ -30,17 +28,17 @@ def compare(found: list[float], wanted: list[float], tolerance: float = 1e-6) ->
 
 
 @pytest.mark.parametrize("cell", few(CELLS, *OFTEN), ids=lambda cell: cell.name)
-def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
+def test_losses_are_those_of_the_cpu(cell: Cell, strict: Pools) -> None:
     found = strict(cell.world).run(ranks.losses, cell, STEPS)[0]
     compare(found, cells.measure(cell.alone, STEPS).losses)
 
 
-def test_an_accelerator_unlike_cuda_trains_the_same(strict: Strict) -> None:
+def test_an_accelerator_unlike_cuda_trains_the_same(strict: Pools) -> None:
     cell = CELLS[1]
     compare(strict(2, "other").run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses)
 
 
-def test_bitwise_layouts_have_the_bits_of_one_device(strict: Strict) -> None:
+def test_bitwise_layouts_have_the_bits_of_one_device(strict: Pools) -> None:
     (cell,) = small(Cell("llama", tensor=2, sequence=True, mode="mixed", bitwise=True))
     (one,) = strict(1).run(bits.train, cell.alone)
     for rank, found in enumerate(strict(2).run(bits.train, cell)):
@@ -49,7 +47,7 @@ def test_bitwise_layouts_have_the_bits_of_one_device(strict: Strict) -> None:
             assert torch.equal(weight, one.weights[name]), name
 
 
-def test_mixed_precision_is_near_that_of_the_cpu(strict: Strict) -> None:
+def test_mixed_precision_is_near_that_of_the_cpu(strict: Pools) -> None:
     """Another kernel of attention rounds to bfloat16 at other places."""
     (cell,) = small(Cell("llama", tensor=2, sequence=True, mode="mixed"))
     compare(strict(2).run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses, 5e-4)

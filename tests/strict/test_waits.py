@@ -1,14 +1,13 @@
 """How often a step makes the host wait for the device, and what it copies."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
 from shardwise.config import Config
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.strict import device
 from tests.strict.ranks import default_device
 
@@ -55,9 +54,7 @@ def step(config: Config, default: bool) -> device.Counters:
         "DP 2 with ZeRO-3",
     ],
 )
-def test_waits_of_a_step(
-    world: int, sections: dict[str, dict[str, object]], default: bool, strict: Callable[..., RankPool]
-) -> None:
+def test_waits_of_a_step(world: int, sections: dict[str, dict[str, object]], default: bool, strict: Pools) -> None:
     """Once on each rank, whatever the number of micro-batches."""
     for rank, found in enumerate(strict(world).run(step, make_config(**sections), default)):
         waits = Counter[str]()
