@@ -3,6 +3,8 @@
 import json
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.config import check_layout, load_config
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import parameter_count
+from shardwise.train.summary import _PROCESS_BYTES
 from shardwise_watch.run import RunView
 from shardwise_watch.run_snapshot import run_snapshot
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
@@ -199,3 +202,19 @@ def test_the_same_layout_trains_the_same_bits(trained: Trained, tmp_path: Path) 
     results = json.loads((run / "results.json").read_text())
     assert results["steps"] == 3
     assert (tmp_path / "runs/latest").resolve() == run
+
+
+RECIPES = ["glm4-moe-tiny", "llama2-tiny", "mixtral-tiny", "olmoe-tiny", "qwen3-moe-tiny"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_process_has_the_memory_that_the_dry_run_says(recipe: str, tmp_path: Path) -> None:
+    """Experts multiply another number of rows in each step, for which a library could keep a kernel each time."""
+    command = [sys.executable, "-m", "shardwise", "train", recipe, "--nproc", "1", "--run-dir", str(tmp_path / "run")]
+    subprocess.run([*command, "train.steps=20"], check=True, capture_output=True, cwd=tmp_path)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    peak = max(line["peak_memory_bytes"] for line in lines if line["event"] == "step")
+    config = load_config(recipe)
+    memory = expected_memory(config, check_layout(config, 1))
+    assert peak == pytest.approx(memory.total + _PROCESS_BYTES, rel=0.15)

@@ -15,9 +15,9 @@ from tests.dist.cells import Cell, small
 from tests.dist.test_memory import configuration
 from tests.dist.training import make_config
 from tests.rank_pool import Pools
-from tests.strict import flash_attention, memory
+from tests.strict import flash_attention, ranks
+from tests.strict.test_memory import WAITS, step
 from tests.strict.test_training import STEPS, compare
-from tests.strict.test_waits import WAITS, step
 from tests.sweeps import few
 from tests.unit.models.test_masks import error, starts
 
@@ -106,5 +106,5 @@ def test_a_device_allocates_what_the_estimate_has(strict: Pools) -> None:
     tokens = config.train.micro_batch * config.train.sequence_length
     # This device has no product that adds to a weight's gradient: linear layers keep copies of inputs like this one.
     copies = 2 * model.num_hidden_layers * tokens * model.hidden_size
-    ((_, allocated),) = strict(1).run(memory.step_peak, config)
+    ((_, allocated),) = strict(1).run(ranks.step_peak, config)
     assert (estimate.total + copies) / allocated == pytest.approx(1, abs=2e-3)

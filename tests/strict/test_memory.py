@@ -3,17 +3,20 @@
 The allocator of CUDA rounds each block up to 512 bytes, which the estimate leaves out.
 """
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from shardwise.config import check_layout
+from shardwise.config import Config, check_layout
 from shardwise.estimates.memory import memory_by_rank
 from shardwise.optim.bucket_layout import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
+from tests.dist.checkpoints import make_trainer
 from tests.dist.test_memory import RECOMPUTE, configuration
-from tests.dist.training import FAMILIES
+from tests.dist.training import FAMILIES, make_config
 from tests.rank_pool import Pools, RankPool
-from tests.strict import memory
+from tests.strict import device
+from tests.strict.ranks import default_device, step_peak
 
 TOLERANCE = 0.02
 OFTEN = {
@@ -56,7 +59,7 @@ def compare(
     wanted = memory_by_rank(config, layout, accelerator=True)
     # The numbers for stochastic rounding, which do not grow with the model, would make a difference look small.
     constant = 4 * ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if mode == "bfloat16" or rounds else 0
-    for rank, (pipeline_rank, found) in enumerate(ranks.run(memory.step_peak, config)):
+    for rank, (pipeline_rank, found) in enumerate(ranks.run(step_peak, config)):
         estimate = wanted[pipeline_rank].total
         off = (estimate - constant) / (found - constant) - 1
         said = f"rank {rank}: allocated {found:,}, cost has {estimate:,} ({off:+.2%})"
@@ -79,3 +82,58 @@ def test_layouts(layout: str, model: str, recompute: str, strict: Pools) -> None
     world, parallel, zero = LAYOUTS[layout]
     sections = {"parallel": parallel, "optimizer": {"zero": zero}}
     compare(strict(world), world, model, None, recompute, "mixed", **sections)
+
+
+WAITS = {"StepMeters.read": 1}
+"""By the function that makes the host wait."""
+
+
+def step(config: Config, default: bool) -> device.Counters:
+    """Of the second step, as the first makes the optimizer's state. default: whether this is torch's default device.
+
+    The parts of both steps are measured, as in steps that are logged.
+    """
+    with default_device(default):
+        trainer = make_trainer(config)
+        begin = trainer.meters.clock.begin
+        trainer.meters.clock.begin = lambda **_: begin(measures=True)
+        trainer.step()
+        device.reset_counters()
+        record = trainer.step()
+    found = device.counters()
+    assert record.split["forward"] > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    "default", [pytest.param(False, id=""), pytest.param(True, id="default device", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        (1, {"model": {"attention_dropout": 0.1}, "train": {"dropout_mode": "invariant", "recompute": "full"}}),
+        (2, {"parallel": {"tensor": 2, "sequence": True}}),
+        (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
+        pytest.param(2, {"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
+        (2, {"optimizer": {"zero": 3}}),
+    ],
+    ids=[
+        "one rank",
+        "invariant dropout, full recompute",
+        "TP 2 and sequence parallelism",
+        "PP 2",
+        "DP 2 with ZeRO-1",
+        "DP 2 with ZeRO-3",
+    ],
+)
+def test_waits_of_a_step(world: int, sections: dict[str, dict[str, object]], default: bool, strict: Pools) -> None:
+    """Once on each rank, whatever the number of micro-batches."""
+    for rank, found in enumerate(strict(world).run(step, make_config(**sections), default)):
+        waits = Counter[str]()
+        for (_, line), count in found.waits.items():
+            waits[line.rpartition(" ")[2]] += count
+        assert waits == WAITS, f"rank {rank}: {found.waits}"
+        assert set(found.copies) == {"to device", "to host", "on device"}
+        number, size = found.copies["to host"]
+        assert (number, size) == (1, 12), "a step copies loss and norms to the host, once"
