@@ -21,15 +21,12 @@ def manifests() -> list[dict[str, object]]:
     return [*yaml.safe_load_all(block)]
 
 
-def test_the_manifest_fits_the_schema_of_kubernetes() -> None:
+def test_the_manifest_fits_the_schema_of_kubernetes_and_names_data() -> None:
     versions = kubernetes_validate.latest_version(), "1.29.0"
     assert [manifest["kind"] for manifest in manifests()] == ["Service", "Job"]
     for manifest in manifests():
         for version in versions:
             kubernetes_validate.validate(manifest, version, strict=True)
-
-
-def test_a_model_without_data_of_its_own_is_given_some() -> None:
     for page in (PAGE, (ROOT / "docs/cluster.md").read_text(encoding="utf-8")):
         started = re.findall(r"shardwise train llama2-7b\b(?:[\s\\]+(\S+))?", page)
         assert len(started) > 1

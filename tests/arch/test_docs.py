@@ -56,20 +56,6 @@ def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
     assert shape(done.out) == shape(shown if name == "zero1.py" else "")
 
 
-def test_readme_names_the_families_of_the_recipes() -> None:
-    (named,) = re.findall(r"^\| recipes \| (.*), published or tiny \|$", README, re.MULTILINE)
-    families = {load_config(name).model.family.replace("_", "-") for name in recipe_names()}
-    assert {word.lower() for word in re.split(r", | and ", named)} == families
-
-
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
-    named = set(re.findall(r"(?:`|^)make ([a-z-]+)\b", README + CONTRIBUTING, re.MULTILINE))
-    assert {"train", "test"} <= named
-    assert named <= targets
-
-
 def test_generated_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make pages`"
     assert MODEL_PAGE.read_text(encoding="utf-8") == model_page(), "run `make pages`"
@@ -124,7 +110,7 @@ def test_each_environment_variable_of_the_code_is_on_its_page_and_no_other() -> 
     assert len(environment_variables.page().split()) < 700
 
 
-def test_the_index_lists_every_page_once_with_a_sentence() -> None:
+def test_the_index_and_the_menu_of_the_site_have_every_page() -> None:
     docs = ROOT / "docs"
     listed = re.findall(
         r"^(?:- |\d+\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
@@ -134,10 +120,7 @@ def test_the_index_lists_every_page_once_with_a_sentence() -> None:
     linked = set(re.findall(r"\]\(([^)]+)\)", README))
     tutorials = {f"docs/{page}" for page in pages if page.startswith("tutorials/")}
     assert {"docs/README.md"} | tutorials <= linked, "the README links the index and each tutorial"
-
-
-def test_the_site_has_a_menu_of_all_pages_in_short_sections_and_every_public_name() -> None:
-    """The menu has the sections of docs/README.md, and each page in them."""
+    # The menu has the sections of docs/README.md, and each page in them.
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     menu = yaml.safe_load(text.partition("\nnav:\n")[2].partition("\nnot_in_nav")[0])
     sections = {title: entries for part in menu for title, entries in part.items() if isinstance(entries, list)}
@@ -177,7 +160,15 @@ def test_a_page_has_at_most_300_lines_and_says_what_to_read_next(page: Path) -> 
     assert all((page.parent / link).exists() for link in links), f"one of {links} leads nowhere"
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_names_families_and_targets_that_exist() -> None:
+    (named,) = re.findall(r"^\| recipes \| (.*), published or tiny \|$", README, re.MULTILINE)
+    families = {load_config(name).model.family.replace("_", "-") for name in recipe_names()}
+    assert {word.lower() for word in re.split(r", | and ", named)} == families
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)\b", README + CONTRIBUTING, re.MULTILINE))
+    assert {"train", "test"} <= named
+    assert named <= targets
     assert len(README.split()) <= 800
 
 

@@ -100,9 +100,6 @@ def test_each_fault_has_a_name_of_its_own_a_sentence_and_tests() -> None:
         assert "|" not in mutant.breaks, f"{mutant.id} is shown in a table"
         assert mutant.find != mutant.replace, f"{mutant.id} changes nothing"
         assert mutant.tests, f"{mutant.id} names the tests that must fail"
-
-
-def test_a_time_out_is_noticed_only_where_the_fault_may_hang() -> None:
     assert not Result(MUTANT, "timed out").is_caught
     assert Result(replace(MUTANT, hangs=True), "timed out").is_caught
     assert not Result(MUTANT, "broken").is_caught
@@ -121,22 +118,16 @@ def test_rooms_are_folders_of_the_package_and_packages_beside_it(tmp_path: Path)
     assert lines_by_room(tmp_path) == {"shardwise": 1, "a": 5, "side": 4}
 
 
-def test_a_room_above_its_row_fails() -> None:
+def test_a_room_above_its_row_fails_and_saved_lines_are_taken_back() -> None:
     found = Counter({"a": 1_200, "b": 10, "c": 5})
     assert problems(found, {"a": 1_200, "b": 10, "c": 5}) == []
     over, unknown, gone = problems(found, {"a": 1_000, "b": 10, "d": 1})
     assert over.startswith("a (1,200 lines) must have at most 1,000 lines: take 200 out, or raise its row in BUDGET")
     assert unknown == "c (5 lines) must have a row in BUDGET"
     assert gone == "d of BUDGET is no room of the source: remove its row"
-
-
-def test_saved_lines_are_taken_back() -> None:
     text = "# A comment.\na            1,000\nb               10\n"
     assert limits(lowered(text, Counter({"a": 900, "b": 20}))) == {"a": 900, "b": 10}
     assert lowered(text, Counter({"a": 900, "b": 20})).startswith("# A comment.\n")
-
-
-def test_the_source_is_within_its_budget() -> None:
     assert problems(lines_by_room(), limits(BUDGET.read_text(encoding="utf-8"))) == []
     assert check_budget([]) == 0
 
@@ -144,12 +135,6 @@ def test_the_source_is_within_its_budget() -> None:
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - 2026-01-31\n\n### Added\n"
 RELEASED = "[project]\nname = 'x'\n[project.urls]\nRepository = 'https://host.example/x'\nIssues = 'https://host.example/x/issues'\n"
 CITATION = "cff-version: 1.2.0\nversion: 1.2.0\ntitle: x\n"
-
-
-def test_a_release_that_is_ready() -> None:
-    assert release_check.text_problems("1.2.0", CHANGELOG, CITATION, RELEASED) == []
-    files = ["shardwise/__init__.py", "shardwise/py.typed"]
-    assert release_check.wheel_problems([*files, "shardwise-1.2.0.dist-info/METADATA"], files) == []
 
 
 @pytest.mark.parametrize(
@@ -168,19 +153,16 @@ def test_a_text_that_is_not_ready(version: str, old: str, new: str, problem: str
     assert problem in found
 
 
-def test_files_that_a_wheel_lacks_or_has_beside_the_package() -> None:
+def test_a_release_that_is_ready_and_what_a_wheel_lacks_or_has_beside_the_package() -> None:
+    assert release_check.text_problems("1.2.0", CHANGELOG, CITATION, RELEASED) == []
+    files = ["shardwise/__init__.py", "shardwise/py.typed"]
+    assert release_check.wheel_problems([*files, "shardwise-1.2.0.dist-info/METADATA"], files) == []
     found = release_check.wheel_problems(["shardwise/a.py", "tests/b.py"], ["shardwise/a.py", "shardwise/py.typed"])
     assert [problem.partition(":")[0] for problem in found] == [
         "the wheel must hold shardwise/py.typed",
         "the wheel must not hold tests/b.py",
     ]
-
-
-def test_the_version_is_that_of_the_package() -> None:
     assert release_check.version() == shardwise.__version__
-
-
-def test_interpreters_that_do_not_run_are_none() -> None:
     assert set(release_check.interpreters(["/nowhere/python3.13"])) <= set(release_check.PYTHONS)
 
 

@@ -131,24 +131,16 @@ def test_every_two_choices_that_can_meet_do() -> None:
 
 
 @by_name(CELLS)
-def test_initial_weights_are_those_of_one_process(cell: Cell, trained: Train) -> None:
+def test_weights_gradients_and_losses_are_those_of_one_process(cell: Cell, trained: Train) -> None:
     everyone, one = trained(cell), alone(cell, trained)
     found = whole(everyone, "weights")
     assert found.keys() == one.weights.keys()
     for name, weight in one.weights.items():
         assert torch.equal(found[name], weight), f"{name} differs at step 0"
-
-
-@by_name(CELLS)
-def test_gradients_are_those_of_one_process(cell: Cell, trained: Train) -> None:
     everyone, one = trained(cell), alone(cell, trained)
     errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
-
-
-@by_name(CELLS)
-def test_losses_are_those_of_one_process(cell: Cell, trained: Train) -> None:
     everyone, one = trained(cell), alone(cell, trained)
     found = everyone[0]
     for step, (a, b) in enumerate(zip(found.losses, one.losses, strict=True), start=1):
@@ -209,11 +201,6 @@ def test_gradients_of_mixed_precision_are_those_of_one_process(cell: Cell, train
     assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
 
 
-@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
-def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
-    check_costs(cell, trained(cell))
-
-
 def check_costs(cell: Cell, everyone: list[Measured]) -> None:
     config = configuration(cell)
     layout = check_layout(config, cell.world)
@@ -248,9 +235,10 @@ def check_costs(cell: Cell, everyone: list[Measured]) -> None:
         assert found.state["elements"] == elements, f"rank {rank} holds other parameters than the plan has"
 
 
-@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *OTHER_PRECISIONS])
-def test_optimizer_state_is_8_12_or_4_bytes_a_parameter(cell: Cell, trained: Train) -> None:
-    """Over the ranks that share it, padding of buckets left out."""
+@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
+def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
+    check_costs(cell, trained(cell))
+    # Over the ranks that share it, padding of buckets left out.
     everyone = trained(cell)
     by_shard: Counter[tuple[int, int]] = Counter()
     elements: dict[tuple[int, int], int] = {}

@@ -42,16 +42,6 @@ def test_plain_dropout_differs_between_replicas_micro_batches_and_steps_and_can_
     assert len(set(drawn)) == len(drawn), "two masks of other samples are the same"
 
 
-def test_the_key_is_none_in_evaluation() -> None:
-    made = trainer("NeedsKey")
-    made.evaluator.held_out()
-    evaluated = len(made.model.keys)
-    made.step()
-    assert evaluated
-    assert made.model.keys == [False] * evaluated + [True] * (len(made.model.keys) - evaluated)
-    assert made.model.keys[-1]
-
-
 @pytest.mark.parametrize(("name", "warned"), [("Mean", True), ("Dropping", False)])
 def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
     made = trainer(name)
@@ -62,19 +52,23 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
     assert "ids and targets [sequence, batch], must return the sum of its targets' losses, not their mean" in text
 
 
-def test_a_mean_over_targets_is_refused_before_a_step() -> None:
+def test_a_mean_over_targets_and_swapped_axes_are_refused_before_a_step() -> None:
     with pytest.raises(ConfigError, match="forward must return the sum of its targets' losses, not their mean"):
         trainer("MeanOfTargets")
-
-
-def test_a_model_that_swaps_sequence_and_batch_is_refused() -> None:
     assert all(module.training for module in trainer("Summing").model.modules())
     with pytest.raises(ConfigError, match=r"ids and targets must be read as \[sequence, batch\]"):
         trainer("Summing", axis=1)
 
 
 def test_a_model_is_in_evaluation_mode_for_an_evaluation_alone() -> None:
-    """What a user's own dropout layers go by."""
+    made = trainer("NeedsKey")
+    made.evaluator.held_out()
+    evaluated = len(made.model.keys)
+    made.step()
+    assert evaluated
+    assert made.model.keys == [False] * evaluated + [True] * (len(made.model.keys) - evaluated)
+    assert made.model.keys[-1]
+    # What a user's own dropout layers go by.
     made, modes = trainer("Dropping"), []
     made.model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     made.evaluator.held_out()

@@ -65,7 +65,7 @@ def folder(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFa
     return path
 
 
-def test_boxes_of_every_tensor(folder: Path) -> None:
+def test_boxes_and_views_of_every_tensor_and_objects(folder: Path) -> None:
     opened = DcpFolder.open(folder)
     assert {name.removeprefix("model.") for name in opened.tensors} == set(NAMES)
     for name, wanted in tensors().items():
@@ -79,9 +79,6 @@ def test_boxes_of_every_tensor(folder: Path) -> None:
             for high in range(low + 1, len(wanted) + 1):
                 box = Box((low, 1), (high - low, 2))
                 assert torch.equal(tensor.read(box), wanted[low:high, 1:3])
-
-
-def test_views(folder: Path) -> None:
     opened, wanted = DcpFolder.open(folder), tensors()
     rows, grid = opened.tensors["model.rows"], opened.tensors["model.grid"]
     assert torch.equal(grid[2].rows(1, 4).t.read(), wanted["grid"][2, 1:4].t())
@@ -93,9 +90,6 @@ def test_views(folder: Path) -> None:
         assert torch.equal(both.rows(low, min(low + 5, len(whole))).read(), whole[low : low + 5])
     flipped = rows.rows(0, 6).by_rows(2, lambda block: block.flip(0))
     assert torch.equal(flipped.rows(1, 4).read(), wanted["rows"][[0, 3, 2]])
-
-
-def test_objects(folder: Path) -> None:
     opened = DcpFolder.open(folder)
     found = {name: opened.object(name) for name in opened.objects}
     assert found == {
@@ -261,9 +255,6 @@ def test_a_model_is_the_same_as_from_whole_tensors(folders: dict[tuple[str, int]
         at = tmp_path / f"{kind}-{dim}"
         model.save_pretrained(at / "saved")
         assert_same_model(open_hugging_face(Root.of(folder)), model, at)
-
-
-def test_boxes_over_the_borders_of_parts(folders: dict[tuple[str, int], Path]) -> None:
     weights = make("llama").state_dict()
     for dim in (0, 1):
         tensors = StoredTensors.of(Root.of(folders["llama", dim]))

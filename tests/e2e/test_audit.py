@@ -48,9 +48,6 @@ def test_the_hash_is_recorded_and_verified(place: Path) -> None:
     assert "names" not in hashes[1]
     described = json.loads(within("checkpoint", "verify", "run", "--json", at=place).succeeded().out)
     assert [one["state_hash"] for one in described] == [event["hash"] for event in reversed(hashes)]
-
-
-def test_a_state_that_was_wrong_when_it_was_written_is_found(place: Path) -> None:
     folder = Root.of(copy_of(place, "wrong") / "checkpoints/step-00000002")
     manifest = Manifest.read(folder)
     sums = json.loads(json.dumps(manifest.state_hash["sums"]))
@@ -74,7 +71,7 @@ def test_an_audit_repeats_a_stretch_to_the_bit_and_changes_nothing(place: Path) 
 
 
 @pytest.mark.slow
-def test_an_audit_names_the_first_difference(place: Path) -> None:
+def test_an_audit_names_the_first_difference_and_knows_keys_that_a_resumption_changed(place: Path) -> None:
     run = copy_of(place, "altered")
     change(run, "step", 2, loss=1.5)
     digests = metrics(run, "state_hash")[0]["tensors"]
@@ -87,11 +84,7 @@ def test_an_audit_names_the_first_difference(place: Path) -> None:
     loss, state = result["differences"]
     assert loss.startswith("loss 1.5 in the run, ")
     assert state.endswith("(exp_avg/lm_head.weight)")
-
-
-@pytest.mark.slow
-def test_an_audit_knows_keys_that_a_resumption_changed(place: Path) -> None:
-    """A return that leaves out a batch and has another learning rate is repeated, and explains earlier steps."""
+    # A return that leaves out a batch and has another learning rate is repeated, and explains earlier steps.
     back = ("checkpoint.resume=2", "train.skip_batches=1", "optimizer.lr=0.01")
     copy_of(place, "back")
     shardwise("train", miniature(place), *KEYS, *back, "--run-dir", "back", at=place).succeeded()

@@ -35,22 +35,18 @@ def numbers(run: Path, event: str, *names: str) -> list[list[Any]]:
     return [[line[name] for name in names] for line in metrics(run, event)]
 
 
-def test_the_training_is_the_same(trained: Trained, evaluated: Path) -> None:
+def test_the_training_is_the_same_and_each_set_has_the_loss_that_evaluate_prints(
+    trained: Trained, evaluated: Path, tmp_path: Path
+) -> None:
     for event, names in (("step", ("step", "loss", "grad_norm", "param_norm")), ("eval", ("step", "loss"))):
         assert numbers(evaluated, event, *names) == numbers(trained.run, event, *names)
-
-
-def test_results_and_report_have_each_set_at_its_steps(evaluated: Path) -> None:
     assert numbers(evaluated, "eval_set", "step", "set") == [[s, name] for s in (0, 2, 4) for name in ("own", "held")]
     results = json.loads((evaluated / "results.json").read_text(encoding="utf-8"))
     last = {event["set"]: event["loss"] for event in metrics(evaluated, "eval_set")}
     assert {name: values["loss"] for name, values in results["evaluation_sets"].items()} == last
     drawn = json.loads(within("report", evaluated, "--json", at=evaluated).succeeded().out)
     assert {name: columns[-1][2] for name, columns in drawn["set_curves"].items()} == last
-
-
-def test_a_set_has_the_loss_that_evaluate_prints(evaluated: Path, tmp_path: Path) -> None:
-    """And bits per byte: the losses of all its tokens but the first, over the bytes of these tokens."""
+    # And bits per byte: the losses of all its tokens but the first, over the bytes of these tokens.
     own = metrics(evaluated, "eval_set")[-2]
     out = within("evaluate", evaluated, f"data.path={evaluated.parent.parent / 'own.txt'}", "--json", at=tmp_path).out
     alone = json.loads(out)

@@ -62,16 +62,13 @@ def first_loss(folder: Path, config: Config) -> float:
     return loss_of(model, batches.local_batch(0, train.global_batch, 0, 1, train.micro_batch))
 
 
-def test_transformers_gets_our_evaluation_loss(trained: Trained) -> None:
+def test_transformers_gets_our_evaluation_loss_and_tokenizer(trained: Trained) -> None:
     ours = metrics(trained.run, "eval")[-1]["loss"]
     theirs = evaluation_loss(weights(trained), trained.config)
     assert abs(theirs - ours) <= 1e-5 * ours, (
         f"transformers computes {theirs!r} from the final weights, the run ended at {ours!r}"
     )
     assert ours < math.log(301), "the model did not learn, so equal losses show little"
-
-
-def test_the_tokenizer_comes_along(trained: Trained) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights(trained))
     text = "In spring there lived a monk – naïve, 修道士."
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

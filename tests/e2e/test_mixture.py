@@ -41,7 +41,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return list(metrics(run, "step"))
 
 
-def test_a_mixture_trains_alike_at_every_layout(place: Path) -> None:
+def test_a_mixture_trains_alike_at_every_layout_and_its_losses_are_parts_of_the_loss(place: Path) -> None:
     alone, cut = steps(place / "alone"), steps(place / "cut")
     assert [event["step"] for event in cut] == [1, 2, 3, 4, 5, 6]
     for expected, event in zip(alone, cut, strict=True):
@@ -50,9 +50,6 @@ def test_a_mixture_trains_alike_at_every_layout(place: Path) -> None:
             found = event["sources"][name]
             assert (found["samples"], found["share"]) == (numbers["samples"], numbers["share"])
             assert (found["loss"] or 0.0) == pytest.approx(numbers["loss"] or 0.0, rel=1e-5)
-
-
-def test_the_losses_of_the_sources_are_parts_of_the_loss(place: Path) -> None:
     before = {"web": 0, "code": 0, "more": 0}
     for event in steps(place / "alone"):
         sources = event["sources"]
@@ -68,7 +65,7 @@ def test_the_losses_of_the_sources_are_parts_of_the_loss(place: Path) -> None:
     assert before == {"web": 17, "code": 15, "more": 16}
 
 
-def test_the_user_reads_the_sources(place: Path) -> None:
+def test_the_user_reads_the_sources_and_a_branch_may_have_other_stages(place: Path) -> None:
     told = (place / "alone/logs/rank-0000.log").read_text(encoding="utf-8")
     assert "epochs of" in told
     assert "warning: the source more is read" in told
@@ -77,9 +74,6 @@ def test_the_user_reads_the_sources(place: Path) -> None:
     assert re.search(r"^sources +code loss", once, re.MULTILINE), once
     within("report", "alone", at=place).succeeded()
     assert "Training loss by source" in (place / "alone/report.html").read_text(encoding="utf-8")
-
-
-def test_a_branch_may_have_other_stages_from_its_step_on(place: Path) -> None:
     refused = within("branch", "alone@4", "train.steps=8", "data.stages=[{at: 2, weights: {web: 1}}]", at=place)
     assert "the stages before step 4, from which the run goes on, must stay" in refused.failed(2)
     assert not [*place.glob("runs/alone-*")], "a branch that is refused leaves no folder"

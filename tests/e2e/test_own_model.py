@@ -60,24 +60,15 @@ def changed(text: str, diffs: list[str]) -> str:
 def test_the_changes_of_the_page_make_sharded_of_plain() -> None:
     assert changed(PLAIN, blocks("diff", STEPS)) == SHARDED
     assert "checkpoint(block, x" in changed(SHARDED, blocks("diff", OPTIONAL)), "dropout and recompute"
-
-
-def test_it_takes_at_most_60_changed_lines() -> None:
-    """Removed and added lines together: what a diff shows, and what the page shows."""
+    # Removed and added lines together: what a diff shows, and what the page shows.
     shown = changed_lines("".join(blocks("diff", STEPS)).splitlines())
     diff = difflib.unified_diff(PLAIN.splitlines(), SHARDED.splitlines(), lineterm="")
     assert changed_lines(diff) <= MAX_CHANGED
     assert shown <= MAX_CHANGED
     assert f"all differences between the two files: {shown} lines" in PAGE
-
-
-def test_the_page_shows_the_recipe_as_it_is() -> None:
     (block,) = blocks("yaml", STEPS)
     shown, whole = (yaml.safe_load(text) for text in (block, (ROOT / RECIPE).read_text(encoding="utf-8")))
     assert shown == {section: whole[section] for section in shown}
-
-
-def test_the_page_shows_lines_of_the_other_parts() -> None:
     parts = [line.strip() for line in (EXAMPLE / "parts.py").read_text(encoding="utf-8").splitlines()]
     shown = [block for block in blocks("python", OPTIONAL) if not block.startswith("# ")]
     assert len(shown) == 3
@@ -147,16 +138,6 @@ def follow(line: str, at: Path) -> Outcome:
     return shardwise(*arguments, at=at, program=PROGRAMS[program]).succeeded()
 
 
-def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
-    one, four = (metrics(followed.run(name)) for name in ("one", "four"))
-    events = [(record["event"], record["loss"]) for record in one if "loss" in record]
-    assert [name for name, _ in events].count("step") == 10
-    assert [name for name, _ in events].count("eval") == 2
-    losses = [record["loss"] for record in four if "loss" in record]
-    assert losses == pytest.approx([loss for _, loss in events], rel=1e-5)
-    assert events[-1][1] < 0.95 * events[0][1], "the model does not learn, so equal losses show little"
-
-
 @pytest.mark.slow
 def test_verify_compares_both_models(followed: Followed) -> None:
     (wrapper,) = (block for block in blocks("python", OPTIONAL) if block.startswith("# wrapped.py\n"))
@@ -181,23 +162,6 @@ def test_verify_compares_both_models(followed: Followed) -> None:
     assert counts == [[("204,224", "204,224")], [("102,720", "204,224")]], "half of a vocabulary of 302 rows is held"
 
 
-def test_what_is_known_is_exact_and_the_rest_is_not_invented(followed: Followed) -> None:
-    parameters = sum(p.numel() for p in plain(followed.config).parameters())
-    for name, replicas in (("one", 1), ("four", 2)):
-        results = json.loads((followed.run(name) / "results.json").read_text())
-        assert results["parameters"] == parameters
-        assert results["mfu"] is None
-        assert results["sample"], "a model with logits has a sample"
-        (start,) = metrics(followed.run(name), "start")
-        expected = start["memory_expected_bytes"]
-        assert set(expected) == {"parameters", "gradients", "optimizer"}
-        assert expected["optimizer"] == results["optimizer_bytes"]["state"] == 2 * expected["parameters"] // replicas
-        assert expected["gradients"] == expected["parameters"]
-        said = next(outcome.out for line, outcome in followed.outcomes.items() if f"--run-dir runs/{name}" in line)
-        assert "a dry run tells activations" in said
-        assert f"({parameters:,})" in said
-
-
 def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's own code loads the export of four ranks into plain.py's model."""
     monkeypatch.chdir(followed.at)
@@ -216,7 +180,28 @@ def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch
     assert total / counted == pytest.approx(ours, rel=1e-5)
 
 
-def test_the_export_names_the_family_and_no_architecture(followed: Followed) -> None:
+def test_four_ranks_have_the_losses_of_one_and_what_is_known_is_exact(followed: Followed) -> None:
+    one, four = (metrics(followed.run(name)) for name in ("one", "four"))
+    events = [(record["event"], record["loss"]) for record in one if "loss" in record]
+    assert [name for name, _ in events].count("step") == 10
+    assert [name for name, _ in events].count("eval") == 2
+    losses = [record["loss"] for record in four if "loss" in record]
+    assert losses == pytest.approx([loss for _, loss in events], rel=1e-5)
+    assert events[-1][1] < 0.95 * events[0][1], "the model does not learn, so equal losses show little"
+    parameters = sum(p.numel() for p in plain(followed.config).parameters())
+    for name, replicas in (("one", 1), ("four", 2)):
+        results = json.loads((followed.run(name) / "results.json").read_text())
+        assert results["parameters"] == parameters
+        assert results["mfu"] is None
+        assert results["sample"], "a model with logits has a sample"
+        (start,) = metrics(followed.run(name), "start")
+        expected = start["memory_expected_bytes"]
+        assert set(expected) == {"parameters", "gradients", "optimizer"}
+        assert expected["optimizer"] == results["optimizer_bytes"]["state"] == 2 * expected["parameters"] // replicas
+        assert expected["gradients"] == expected["parameters"]
+        said = next(outcome.out for line, outcome in followed.outcomes.items() if f"--run-dir runs/{name}" in line)
+        assert "a dry run tells activations" in said
+        assert f"({parameters:,})" in said
     described = json.loads((followed.weights / "config.json").read_text())
     assert not {"architectures", "model_type"} & set(described)
     keys = followed.config.model.model_dump()

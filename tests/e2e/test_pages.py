@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import shardwise
 from scripts.tutorial_outputs import bash
@@ -38,41 +39,12 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("skills/*/SKILL.md")))
 }
-ELSEWHERE = {
-    ("docs/checkpoints.md", ""): "tests/e2e/test_checkpoints_page.py::followed",
-    ("docs/outputs.md", ""): "tests/e2e/test_outputs_page.py::test_the_commands_print_what_the_page_shows",
-    ("docs/bitwise.md", ""): "tests/e2e/test_audit.py::test_the_page_runs",
-    ("docs/branches.md", ""): "tests/e2e/test_branch.py::test_the_page_runs",
-    ("docs/evaluate-and-generate.md", "Tasks"): (
-        "tests/e2e/test_evaluation_in_training.py::test_the_page_on_tasks_runs"
-    ),
-    ("docs/fine-tuning.md", ""): "tests/e2e/test_outputs_page.py::test_the_page_runs",
-    ("docs/decayed-model.md", ""): "tests/e2e/test_decayed_model.py::place",
-    ("docs/own-model.md", ""): "tests/e2e/test_own_model.py::followed",
-    ("docs/own-model.md", "Verify"): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
-    ("docs/own-model-options.md", ""): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
-    ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
-    ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
-    ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
-    ("docs/data.md", "Preparing data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
-    ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
-    ("docs/planner.md", "This machine, and a run that was"): (
-        "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
-    ),
-    ("docs/notices.md", ""): "tests/e2e/test_notices.py::test_the_end_is_told_once_and_what_fails_is_a_warning",
-    (
-        "docs/environment.md",
-        "",
-    ): "tests/unit/verify/test_doctor.py::test_what_is_printed_says_how_to_mend_and_has_no_secrets",
-    (
-        "docs/containers.md",
-        "",
-    ): "tests/e2e/test_containers.py::test_pods_with_the_variables_of_the_manifest_train_together",
-    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_page_shows_the_table",
-    ("docs/watching.md", "Numbers for programs"): "tests/unit/watch/test_monitor.py::test_once",
-    ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/watch/test_monitor.py::test_prometheus_until_a_signal",
-}
-"""Page and heading ("": the whole page) of blocks that the named test runs, with what they need."""
+_TESTS = yaml.safe_load((ROOT / "tests/e2e/pages.yaml").read_text(encoding="utf-8"))
+ELSEWHERE, PROGRAMS = (
+    {(page, heading): test for page, tests in _TESTS[kind].items() for heading, test in tests.items()}
+    for kind in ("commands", "programs")
+)
+HERE = {(page, heading) for page, heading in _TESTS["lines"]}
 SHARDS = (
     ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen128", 128, 20),
     ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen512", 512, 80),
@@ -226,7 +198,7 @@ TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
 
 
 @pytest.mark.parametrize("page", TUTORIALS)
-def test_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
+def test_a_tutorial_begins_small_and_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
     """Or on what a run fetches from the hub by its id."""
     made = set(HUB_IDS)
     for block in blocks(page):
@@ -237,10 +209,6 @@ def test_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page: str) -> 
         for name in ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen", "gpt2-wiki"):
             if name in code and "data fetch" in code:
                 made |= {f"{name}128", f"{name}512", name, f"{name}/my-gpt2_text_document"}
-
-
-@pytest.mark.parametrize("page", TUTORIALS)
-def test_a_tutorial_begins_small_and_says_what_was_never_tried(page: str) -> None:
     text = PAGES[page]
     trained = re.findall(r"^ *shardwise train (\S+)", text, re.MULTILINE)
     assert trained[0].endswith("-tiny")
@@ -255,7 +223,10 @@ def test_a_tutorial_begins_small_and_says_what_was_never_tried(page: str) -> Non
     assert "train.dropout_mode=invariant" in text
 
 
-@pytest.mark.parametrize("test", sorted({block.runs_in for page in PAGES for block in blocks(page) if block.runs_in}))
+_NAMED = {block.runs_in for page in PAGES for block in blocks(page) if block.runs_in}
+
+
+@pytest.mark.parametrize("test", sorted({*_NAMED, *PROGRAMS.values()}))
 def test_a_block_that_another_test_runs_names_that_test(test: str) -> None:
     file, _, name = test.partition("::")
     assert (ROOT / file).exists(), f"{file} is named above a block of commands, and is not there"
@@ -265,42 +236,7 @@ def test_a_block_that_another_test_runs_names_that_test(test: str) -> None:
     )
 
 
-def test_no_name_of_a_section_is_out_of_date() -> None:
-    headings = {(block.page, heading) for page in PAGES for block in blocks(page) for heading in (block.heading, "")}
-    assert set(ELSEWHERE) <= headings
-
-
 LANGUAGES = ("python", "yaml", "diff", "json", "toml")
-PROGRAMS = {
-    ("README.md", "Train"): "tests/e2e/test_pages.py::test_the_readme_loads_a_checkpoint_as_its_page_does",
-    ("docs/cluster.md", "Submit to SLURM"): "tests/unit/config/test_schema.py::test_recipes_of_the_pages_fit",
-    (
-        "docs/configuration.md",
-        "optimizer: the update rule, its schedule and its sharding",
-    ): "tests/unit/optim/test_learning_rate.py::test_the_points_of_the_page_are_a_curve",
-    (
-        "docs/experts.md",
-        "Balance",
-    ): "tests/dist/test_balance.py::test_transformers_has_the_same_loss_with_its_balance_term",
-    ("docs/data.md", "Mixtures and stages"): "tests/unit/config/test_mixture.py::test_the_mixture_of_the_page_is_read",
-    ("docs/data-formats.md", "Megatron's .bin and .idx"): "tests/e2e/page_commands.py::megatrons_files",
-    ("docs/planner.md", "Devices"): "tests/e2e/test_pages.py::test_an_own_device_of_the_page_is_read",
-    ("docs/own-model-options.md", ""): "tests/e2e/test_own_model.py::followed",
-    (
-        "docs/porting.md",
-        "torch_xla's ZeRO-1",
-    ): "tests/unit/pages/test_porting_page.py::test_the_call_of_torch_xla_works",
-    ("docs/python.md", ""): "tests/unit/api/test_examples.py::test_the_code_of_the_page_runs_in_its_order",
-    ("docs/training-loop.md", ""): "tests/arch/test_docs.py::test_a_script_of_the_page_trains",
-}
-"""Page and heading ("": the whole page) of blocks that the named test runs, beside the table `ELSEWHERE`."""
-HERE = {
-    ("docs/communication.md", "Gradients, in your own loop"),
-    ("docs/optimizers.md", "In your own training loop"),
-    ("docs/precision.md", "bfloat16 without masters: stochastic rounding"),
-    ("docs/tutorials/zero1-gpt2-xl.md", "In a training loop of your own"),
-}
-"""Lines for a training loop of the reader's own, each run by `test_lines_for_a_training_loop_run`."""
 _PART = re.compile(r"^## (?P<heading>.*)\n|^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```", re.MULTILINE)
 
 
@@ -313,22 +249,16 @@ def programs(page: str) -> Iterator[tuple[str, str, str]]:
             yield heading, part["language"], part["code"]
 
 
-def test_every_program_is_run() -> None:
+def test_every_program_is_run_and_no_entry_is_out_of_date() -> None:
     known = {*ELSEWHERE, *PROGRAMS, *HERE}
     for page in PAGES:
         for heading, language, code in programs(page):
             named = (page, heading) in known or (page, "") in known
             assert named, f"{page}, '{heading}': no test runs this {language}; name the test in PROGRAMS:\n{code}"
-
-
-def test_no_entry_is_out_of_date() -> None:
     found = {(page, name) for page in PAGES for heading, _, _ in programs(page) for name in (heading, "")}
     assert {*PROGRAMS, *HERE} <= found
-
-
-@pytest.mark.parametrize("test", sorted(set(PROGRAMS.values())))
-def test_a_named_test_exists(test: str) -> None:
-    test_a_block_that_another_test_runs_names_that_test(test)
+    headings = {(block.page, heading) for page in PAGES for block in blocks(page) for heading in (block.heading, "")}
+    assert set(ELSEWHERE) <= headings
 
 
 @pytest.mark.parametrize(("page", "heading"), sorted(HERE))

@@ -55,17 +55,15 @@ def used(user: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.slow
-def test_a_resume_takes_the_checkpoint_before_and_is_exact(used: Path, trained: Trained) -> None:
+def test_a_run_in_a_bucket_goes_on_at_its_layout_and_at_another(
+    used: Path, trained: Trained, user: dict[str, str]
+) -> None:
     """To the bit, against a run on a disk that nobody killed."""
     (resume,) = metrics(used / "run", "resume")
     assert resume["checkpoint"] == f"{URL}/step-00000002"
     assert any("step 3" in event["text"] for event in metrics(used / "run", "warning")), "step 3 is left out in silence"
     found, wanted = ([event["loss"] for event in metrics(run, "step")] for run in (used / "run", trained.run))
     assert found[-2:] == wanted[-2:]
-
-
-@pytest.mark.slow
-def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Path, user: dict[str, str]) -> None:
     other = ("train", "miniature.yaml", *QUIET, "optimizer.zero=0", "train.steps=6", *PATH)
     shardwise(*other, at=used, **user).succeeded()
     run = used / "run"

@@ -48,7 +48,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(stopped: Path) -> None:
+def test_a_run_that_is_stopped_around_the_border_or_cut_otherwise_is_the_same(stopped: Path) -> None:
     place = stopped
     alone = steps(place / "alone")
     # The last of each step: the run went back across the border.
@@ -61,17 +61,13 @@ def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(stopped: Path
     # The one start that goes back, and that of the next stage in its process.
     returns = [event["went_back"] for event in metrics(place / "stopped", "start")]
     assert (returns[-2:], sum(returns)) == ([True, False], 1)
-
-
-@pytest.mark.slow
-def test_a_run_at_other_layouts_has_the_same_losses(stopped: Path) -> None:
     cut = steps(stopped / "cut")
     assert [event["step"] for event in cut] == [1, 2, 3, 4, 5, 6]
     for expected, event in zip(steps(stopped / "alone"), cut, strict=True):
         assert event["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_a_checkpoint_is_that_of_its_stage(place: Path) -> None:
+def test_a_checkpoint_is_that_of_its_stage_and_the_border_no_restart(place: Path) -> None:
     expected = {BORDER: (10000.0, 32), 6: (50000.0, 64)}
     for step, (theta, length) in expected.items():
         folder = f"alone/checkpoints/step-{step:08d}"
@@ -79,9 +75,6 @@ def test_a_checkpoint_is_that_of_its_stage(place: Path) -> None:
         assert described["rope_theta"] == theta
         result = json.loads(within("evaluate", folder, "--json", at=place).succeeded().out)
         assert result["sequence_length"] == length
-
-
-def test_the_border_is_no_restart(place: Path) -> None:
     log = (place / "alone/logs/rank-0000.log").read_text(encoding="utf-8")
     assert f"6, 1 to {BORDER} in this stage" in log
     assert f"6, {BORDER} of them done, {BORDER + 1} to 6 in this stage" in log
@@ -100,19 +93,13 @@ def test_the_border_is_no_restart(place: Path) -> None:
     assert (report["starts"], report["later_starts"]) == (1, [])
 
 
-def test_a_branch_keeps_the_stages_that_have_begun(place: Path) -> None:
+def test_stages_of_a_branch_a_dry_run_and_a_changed_run(place: Path) -> None:
     changed = f"data.stages={STAGES.replace(str(BORDER), '4', 1)}"
     refused = within("branch", "alone@6", "train.steps=8", changed, at=place).failed(2)
     assert "the sequence lengths before step 6, from which the run goes on, must stay" in refused
-
-
-def test_a_dry_run_shows_the_neediest_stage(place: Path) -> None:
     told = within("train", miniature(place), *TRAINING, "--dry-run", at=place).succeeded().out
     assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the neediest" in told
     assert "256 per step, 1,536 in all" in told
-
-
-def test_stages_that_are_refused_are_refused_before_the_folder_is_written(place: Path) -> None:
     changed = ("--change", "data.stages", "data.stages=[]", "train.steps=8")
     said = within("train", "--run-dir", "alone", *changed, "--dry-run", at=place).failed(2)
     problem = "the sequence lengths of data.stages must keep 64 tokens together"
