@@ -107,66 +107,39 @@ def test_programs_beside_the_package_import_what_is_there(path: Path) -> None:
 MAX_LINES = 600
 
 
-def is_private_torch(name: str) -> bool:
-    first, *rest = name.split(".")
-    return first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in rest)
+def used(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each import, attribute and call, whose name ends with (); line and quoted text of constants."""
+    yield from imported_names(path)
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, dotted(node) or f"….{node.attr}"
+        elif isinstance(node, ast.Call):
+            yield node.lineno, f"{dotted(node.func)}()"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, repr(node.value)
 
 
-def test_private_torch_names_have_one_home() -> None:
-    found = []
-    for path in package_files():
-        if path.relative_to(SOURCE).as_posix() == "shardwise/distributed/torch_private.py":
-            continue
-        names = list(imported_names(path))
-        for node in nodes(path):
-            if isinstance(node, ast.Attribute) and (name := dotted(node)):
-                names.append((node.lineno, name))
-        found += [f"{place(path, line)} {name}" for line, name in names if is_private_torch(name)]
-    assert not found, "only distributed/torch_private.py may use a private torch name:\n" + "\n".join(found)
+VERBS = "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|isend|irecv|send|recv"
+HOMES = {
+    r"torch(\.\w+)*\._(?!_)[\w.]*": "distributed/torch_private.py",  # private names of torch
+    rf"(.*\.)?(dist|distributed)\.({VERBS})(_\w+)?\(\)": "distributed/collectives.py",  # meters see what it sends
+    r".*\.cuda|'cuda(:\d+)?'": "distributed/devices.py distributed/torch_private.py base/hardware.py",
+    r".*\.expanduser": "base/files.py",  # user_path: the method raises a RuntimeError where there is no such user
+}
+"""Names, and the only files of the core that may use them."""
 
 
-def test_collectives_have_one_home() -> None:
-    """Only one file calls the collectives of torch.distributed: the byte meter sees everything that is sent."""
-    verbs = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend", "irecv", "send", "recv")
-    called = re.compile(rf"(dist|distributed)\.({'|'.join(verbs)})(_\w+)?$")
-    found = []
-    for path in package_files():
-        if path.relative_to(SOURCE).as_posix() == "shardwise/distributed/collectives.py":
-            continue
-        for node in nodes(path):
-            if isinstance(node, ast.Call) and (name := dotted(node.func)) and called.search(name):
-                found.append(f"{place(path, node.lineno)} {name}")
-    assert not found, "call the collectives of distributed/collectives.py instead:\n" + "\n".join(found)
-
-
-def test_no_vendor_outside_device() -> None:
-    """`torch.accelerator` decides: one file writes `cuda`, and base/hardware.py reads the device files of vendors."""
-    found = []
-    for path in package_files():
-        if path.relative_to(SOURCE).as_posix() in (
-            "shardwise/distributed/devices.py",
-            "shardwise/base/hardware.py",
-            "shardwise/distributed/torch_private.py",
-        ):
-            continue
-        for node in nodes(path):
-            name = node.attr if isinstance(node, ast.Attribute) else None
-            text = node.value if isinstance(node, ast.Constant) else None
-            if name == "cuda" or (isinstance(text, str) and re.fullmatch(r"cuda(:\d+)?", text)):
-                found.append(place(path, node.lineno))
-    assert not found, "ask shardwise.distributed.devices instead:\n" + "\n".join(found)
-
-
-def test_homes_of_users_have_one_home() -> None:
-    """`Path.expanduser` raises a RuntimeError for `~name` where there is no such user."""
+@pytest.mark.parametrize("names", HOMES)
+def test_names_have_one_home(names: str) -> None:
+    homes = {SOURCE / "shardwise" / home for home in HOMES[names].split()}
     found = [
-        place(path, node.lineno)
+        f"{place(path, line)} {name}"
         for path in package_files()
-        if path.relative_to(SOURCE).as_posix() != "shardwise/base/files.py"
-        for node in nodes(path)
-        if isinstance(node, ast.Attribute) and node.attr == "expanduser"
+        if path not in homes
+        for line, name in used(path)
+        if re.fullmatch(names, name)
     ]
-    assert not found, "call user_path of base/files.py instead:\n" + "\n".join(found)
+    assert not found, f"only {HOMES[names]} may use these:\n" + "\n".join(found)
 
 
 def test_files_stay_short() -> None:
