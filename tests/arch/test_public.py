@@ -66,12 +66,9 @@ def test_what_is_public_is_annotated_and_documented_with_parameters_shapes_and_s
     """
     of_class = inspect.getdoc(getattr(shardwise, name)) or ""
     home = getattr(shardwise, name)
-    computes = getattr(home, "__module__", "").startswith(("shardwise.layers", "shardwise.optim")) and has_signature(
-        home
-    )
-    assert not (is_code and has_signature(home)) or re.search(_SOURCE, of_class), (
-        f"{name} names no paper or function that it follows"
-    )
+    of_rooms = getattr(home, "__module__", "").startswith(("shardwise.layers", "shardwise.optim"))
+    if of_rooms and has_signature(home):
+        assert re.search(_SOURCE, of_class), f"{name} names no paper or function that it follows"
     for path, value in members(name):
         value = value.fget if isinstance(value, property) else value
         if not has_signature(value):
