@@ -235,7 +235,7 @@ def main(spec: dict[str, Any]) -> None:
     tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     model = model_of(args)
     optimizer, scheduler = optimizer_of(model, args)
-    tokens = torch.from_numpy(np.load(spec["tokens"]).astype(np.int64))
+    tokens = torch.from_numpy(np.load(spec["batches"]).astype(np.int64))
     losses = []
     for step, batch in enumerate(tokens, 1):
         losses.append(train_step(model, optimizer, scheduler, args, batch))
@@ -243,7 +243,7 @@ def main(spec: dict[str, Any]) -> None:
             for name, sharding in spec["saves"].items():
                 save(Path(name), model, optimizer, scheduler, args, step, sharding)
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        Path(spec["losses"]).write_text(json.dumps(losses))
+        Path(spec["folder"], "losses.json").write_text(json.dumps(losses))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,13 +2,11 @@
 
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, batches, losses_here, shardwise, torchrun
+from tests.interop.continued import AFTER, BEFORE, go_on, made
 
 STEPS = 20
 CASES = [("olmo2", "skip"), ("olmo3", "adamw"), ("olmo3-yarn", "adamw"), ("llama", "skip"), ("qwen3", "adamw")]
@@ -20,33 +18,17 @@ PRESETS = {
 """Beginning of the names of OLMo-core's own sizes → the family here."""
 
 
-@dataclass(frozen=True)
-class Made:
-    """What OLMo-core wrote: the folder of a run, and the losses of all steps."""
-
-    run: Path
-    losses: list[float]
-
-
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    folder = tmp_path_factory.mktemp("-".join(request.param))
-    np.save(folder / "batches.npy", batches())
-    spec = {
-        "model": request.param[0], "optimizer": request.param[1], "folder": str(folder),
-        "batches": str(folder / "batches.npy"), "steps": STEPS, "stop": BEFORE + AFTER, "save_at": BEFORE,
-    }  # fmt: skip
-    (folder / "spec.json").write_text(json.dumps(spec))
-    torchrun(2, Path(__file__).with_name("maker.py"), folder / "spec.json")
-    return Made(folder / "run", json.loads((folder / "losses.json").read_text()))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """The folder of OLMo-core's run, and the losses of all steps."""
+    (model, optimizer), folder = request.param, tmp_path_factory.mktemp("-".join(request.param))
+    maker, lengths = Path(__file__).with_name("maker.py"), {"steps": STEPS, "stop": BEFORE + AFTER}
+    return folder / "run", made(2, maker, folder, model=model, optimizer=optimizer, **lengths)
 
 
-def test_the_next_ten_losses_are_olmo_cores(made: Made, tmp_path: Path) -> None:
-    told = shardwise("checkpoint", "import", made.run / f"step{BEFORE}", tmp_path / "run", "--from", "olmo-core")
-    assert f"after step {BEFORE}, {BEFORE * BATCH} samples and {BEFORE * BATCH * LENGTH} tokens" in told
-    losses = losses_here(tmp_path / "run", [])
-    assert len(losses) == AFTER
-    assert losses == pytest.approx(made.losses[BEFORE:], rel=0, abs=1e-5)
+def test_the_next_ten_losses_are_olmo_cores(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
+    run, losses = trained
+    go_on(run / f"step{BEFORE}", tmp_path / "run", "--from", "olmo-core", losses=losses)
 
 
 def test_every_size_of_olmo_core_is_read_or_refused(tmp_path: Path) -> None:
