@@ -182,9 +182,7 @@ def test_a_skill_is_short_and_says_when_it_is_for(page: Path) -> None:
     assert "```sh\n" in text, "its commands must stand in blocks, which tests run"
 
 
-def test_the_site_has_an_index_for_programs_and_each_page_as_markdown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_site_has_an_index_for_programs_and_its_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "PAGES", tmp_path / "pages")
     site.main()
     index = (tmp_path / "pages/llms.txt").read_text(encoding="utf-8")
@@ -209,7 +207,7 @@ def test_the_site_has_an_index_for_programs_and_each_page_as_markdown(
         ("[project.urls]\nDocumentation = 'https://docs.example'", (None, None, "https://docs.example")),
     ],
 )
-def test_the_site_links_what_the_project_names(
+def test_the_site_has_links(
     urls: str, links: tuple[str | None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pyproject.toml").write_text(f"[project]\nname = 'shardwise'\n{urls}\n", encoding="utf-8")

@@ -192,9 +192,7 @@ def test_what_cannot_run_is_refused_and_leaves_nothing(slurm: Slurm, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_random_kills_of_ranks_launchers_supervisors_and_nodes_are_survived(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_twenty_random_kills_of_ranks_launchers_supervisors_nodes_are_survived(slurm: Slurm, tmp_path: Path) -> None:
     """Each costs one step at most, and the curve is that of a run without any."""
     saving = ("checkpoint.every=20", "checkpoint.memory_every=1")
     job, draw = Submission(slurm, tmp_path, "train.steps=4000", *saving, *TWO), random.Random(19)

@@ -26,12 +26,11 @@ from shardwise.train.mean_loss import mean_over_targets
 from shardwise.verify.canonical_values import canonical_gradients, gradient_errors, step_with_gradients
 from tests.dist.dense import run
 from tests.dist.test_experts import SCALE, SIZES, B, S, batch
-from tests.dist.training import SPARSE, make_config, make_data
+from tests.dist.training import SPARSE, Sections, make_config, make_data
 from tests.sweeps import few
 
 COEFFICIENTS = {"sequence": 0.05, "batch": 0.07, "pooled": 0.03, "z": 0.002}
 SAMPLES = 8
-Sections = dict[str, dict[str, Any]]
 Step = tuple[float, dict[str, float], dict[str, Tensor]]
 """The loss, each objective, and the gradient of each canonical tensor."""
 

@@ -175,9 +175,7 @@ def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sweep("cell", lambda: [*array(), *cells.sweep(100), *cells.pipelines()])
-def test_any_other_cell_trains_like_one_process(
-    cell: Cell, ranks: Any, record_property: Callable[[str, object], None]
-) -> None:
+def test_any_other_cell_trains_alike(cell: Cell, ranks: Any, record_property: Callable[[str, object], None]) -> None:
     """What it finds is in the report of `--junitxml`, for the table in benchmarks/results/pipeline.md."""
     everyone: list[Measured] = ranks(cell.world).run(measure, cell, cells.LONG)
     one = measure(cell.alone, cells.LONG)

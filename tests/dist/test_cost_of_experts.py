@@ -12,7 +12,7 @@ from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import memory_by_rank
 from shardwise.layers import experts
 from tests.dist.test_memory import ShardedStep, measure_sharded
-from tests.dist.training import MODELS, make_config, sizes
+from tests.dist.training import MODELS, Sections, make_config, sizes
 
 MIXED = {"mode": "mixed"}
 SIZES = sizes(1000, 256, 128, layers=4, heads=4, positions=64)
@@ -67,7 +67,7 @@ OBJECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def configuration(family: str, optimizer: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
+def configuration(family: str, optimizer: dict[str, Any], sections: Sections) -> Config:
     train = {"global_batch": 8, "micro_batch": 1, "sequence_length": 16} | sections.get("train", {})
     others = {name: values for name, values in sections.items() if name != "train"}
     model = SIZES | MODELS["costs"][family]

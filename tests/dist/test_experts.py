@@ -30,7 +30,7 @@ from shardwise.verify.canonical_values import canonical_weights, gradient_errors
 from tests.dist.checkpoints import load, save
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
-from tests.dist.training import SPARSE, make_config, make_data, sizes
+from tests.dist.training import SPARSE, Sections, make_config, make_data, sizes
 from tests.sweeps import few
 
 S, B, V = 16, 4, 61
@@ -112,7 +112,7 @@ def test_biases_depend_on_the_loads_of_the_whole_batch_alone(ranks: Any) -> None
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+TRAININGS: dict[str, tuple[int, Sections]] = {
     "EP 2 of DP 4, ZeRO-3": (4, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
     "EP 2 of DP 4, ZeRO-2 with copies": (4, {"parallel": {"expert": 2, "replicate": 2}, "optimizer": {"zero": 2}}),
     "EP 2, PP 2 zbv, ZeRO-1": (4, {"parallel": {"expert": 2, "pipeline": 2, "schedule": "zbv"}}),
@@ -124,15 +124,13 @@ TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-def configuration(sections: dict[str, dict[str, Any]], family: str = "glm4_moe") -> Config:
+def configuration(sections: Sections, family: str = "glm4_moe") -> Config:
     train = {"micro_batch": 1, "global_batch": 8, "steps": 4, **sections.get("train", {})}
     model = {**SIZES, **SPARSE[family], "vocab_size": 131, "num_hidden_layers": 4}
     return make_config(**{**sections, "train": train, "model": model})
 
 
-def go_on(
-    sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None
-) -> list[tuple[float, StepDetail]]:
+def go_on(sections: Sections, folder: str | None, steps: int, target: str | None) -> list[tuple[float, StepDetail]]:
     """The losses of some steps, from a checkpoint or from the start, and what the experts did."""
     config = configuration(sections)
     parallel = config.parallel
@@ -283,7 +281,7 @@ LR, DECAY = 1e-2, 0.1
 STEPS = 3
 
 
-def idle_configuration(family: str, sections: dict[str, dict[str, Any]], length: int, per_token: int) -> Config:
+def idle_configuration(family: str, sections: Sections, length: int, per_token: int) -> Config:
     train = {"micro_batch": 1, "global_batch": 4, "steps": STEPS, "sequence_length": length}
     optimizer = {"lr": LR, "min_lr": LR, "warmup_steps": 0, "schedule": "constant", "weight_decay": DECAY}
     return make_config(
@@ -299,7 +297,7 @@ def first(per_token: int, scores: Tensor) -> Tensor:
 Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
-def train(family: str, sections: dict[str, dict[str, Any]], length: int, per_token: int) -> Found:
+def train(family: str, sections: Sections, length: int, per_token: int) -> Found:
     """Losses, the first step's gradients, and the weights before and after; all tokens have the first experts."""
     config = idle_configuration(family, sections, length, per_token)
     mesh = Mesh(**config.parallel.degrees, device="cpu")
@@ -320,7 +318,7 @@ def alone(family: str, optimizer: str, length: int, per_token: int) -> Found:
 
 
 ONE = "EP 4, ZeRO-2, all tokens at one expert"
-LAYOUTS: dict[str, tuple[str, str, int, dict[str, dict[str, Any]]]] = {
+LAYOUTS: dict[str, tuple[str, str, int, Sections]] = {
     ONE: ("olmoe", "adamw", 16, {"parallel": {"expert": 4}, "optimizer": {"zero": 2}}),
     "EP 2, ZeRO-3": ("glm4_moe", "adamw", 16, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
     "EP 2, PP 2, ZeRO-3, Muon": (

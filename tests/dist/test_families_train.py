@@ -47,9 +47,7 @@ def losses_and_masks(config: Config) -> tuple[list[float], list[bool]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_fast_masks_agree_where_activations_are_copies_and_differ_where_they_are_not(
-    sequence: bool, ranks: Any
-) -> None:
+def test_fast_masks_agree_where_activations_are_copies_and_differ_elsewhere(sequence: bool, ranks: Any) -> None:
     everyone = ranks(4).run(losses_and_masks, configuration("gpt", "fast", sequence))
     for losses, _ in everyone:
         assert losses == everyone[0][0], "ranks of one job report different losses"

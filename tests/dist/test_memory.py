@@ -25,7 +25,7 @@ from tests.block_stacks import block_stack
 from tests.dist import cells
 from tests.dist.cells import sent
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, MODELS, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, MODELS, Sections, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
 from tests.sweeps import few
 
@@ -183,7 +183,7 @@ def measure_step(config: Config) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(("context", "keys", "grain"), [(4, "gather", None), (4, "ring", None), (2, "gather", 4)])
-def test_ranks_that_share_samples_hold_what_cost_has(
+def test_shared_samples_hold_what_cost_has(
     recompute: str, context: int, keys: str, grain: int | None, ranks: Any
 ) -> None:
     """Most memory is that of keys and values."""
@@ -260,7 +260,7 @@ SHARDED = [
 
 @pytest.mark.parametrize(("model", "optimizer", "sections"), few(SHARDED, SHARDED[3]))
 def test_a_sharded_step_holds_and_sends_what_cost_has(
-    model: str, optimizer: dict[str, Any], sections: dict[str, dict[str, Any]], ranks: Any
+    model: str, optimizer: dict[str, Any], sections: Sections, ranks: Any
 ) -> None:
     train = {"global_batch": 8, "micro_batch": 1, "sequence_length": 16} | sections.get("train", {})
     others = {name: values for name, values in sections.items() if name != "train"}

@@ -192,7 +192,7 @@ def scaled(overlap: bool, options: dict[str, Any]) -> list[Any]:
     ids=["sharded", "whole", "lamb", "half gradients"],
 )
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one(
+def test_all_ranks_skip_a_scaled_step_that_is_not_finite_on_one(
     overlap: bool, options: dict[str, Any], ranks: Any
 ) -> None:
     """And halve their scales together; the other steps are those of one process without a scaler."""

@@ -62,7 +62,7 @@ def test_a_save_that_breaks_off_elsewhere_leaves_nothing(memory: str, monkeypatc
 
 
 @pytest.mark.parametrize("place", ["disk", "elsewhere"])
-def test_a_save_that_fails_keeps_the_checkpoint_of_the_same_step(
+def test_a_save_that_fails_keeps_the_old_checkpoint(
     place: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it fails while it writes, or where it takes the other one's place."""
@@ -123,7 +123,7 @@ GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_a_save_during_which_another_rank_ends_is_reported_as_it_stands(
+def test_a_save_during_which_a_rank_ends_is_told(
     is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where rank 0 has given the checkpoint its name, it is complete; and nobody reads what a library says."""

@@ -422,9 +422,7 @@ def plain_step(average: bool, max_norm: float | None) -> tuple[list[float], floa
 
 @pytest.mark.parametrize(("average", "gradient"), [(True, 1.5), (False, 3.0)])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_gradients_of_the_replicas_are_averaged_or_summed(
-    average: bool, gradient: float, max_norm: float | None, ranks: Any
-) -> None:
+def test_gradients_are_averaged_or_summed(average: bool, gradient: float, max_norm: float | None, ranks: Any) -> None:
     """AdamW would not tell, nor would clipping: both make the same of a gradient that is twice as long."""
     step = min(2 * gradient, max_norm or 100.0) / 2
     for weight, norm in ranks(2).run(plain_step, average, max_norm):

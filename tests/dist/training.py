@@ -25,9 +25,9 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2,  # fewer than 4 ranks: copied K/V heads
     "initializer_range": 0.05,
 }
-MODELS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
-    Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")
-)
+Sections = dict[str, dict[str, Any]]
+"""Of a configuration, by name."""
+MODELS: dict[str, Sections] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
 FAMILIES, FACTS, SPARSE = MODELS["families"], MODELS["facts"], MODELS["sparse"]
 
 

@@ -35,9 +35,7 @@ def numbers(run: Path, event: str, *names: str) -> list[list[Any]]:
     return [[line[name] for name in names] for line in metrics(run, event)]
 
 
-def test_the_training_is_the_same_and_each_set_has_the_loss_that_evaluate_prints(
-    trained: Trained, evaluated: Path, tmp_path: Path
-) -> None:
+def test_each_set_has_the_loss_that_evaluate_prints(trained: Trained, evaluated: Path, tmp_path: Path) -> None:
     for event, names in (("step", ("step", "loss", "grad_norm", "param_norm")), ("eval", ("step", "loss"))):
         assert numbers(evaluated, event, *names) == numbers(trained.run, event, *names)
     assert numbers(evaluated, "eval_set", "step", "set") == [[s, name] for s in (0, 2, 4) for name in ("own", "held")]

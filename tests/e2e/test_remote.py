@@ -55,9 +55,7 @@ def used(user: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_goes_on_at_its_layout_and_at_another(
-    used: Path, trained: Trained, user: dict[str, str]
-) -> None:
+def test_a_run_in_a_bucket_goes_on_at_both_layouts(used: Path, trained: Trained, user: dict[str, str]) -> None:
     """To the bit, against a run on a disk that nobody killed."""
     (resume,) = metrics(used / "run", "resume")
     assert resume["checkpoint"] == f"{URL}/step-00000002"

@@ -169,7 +169,7 @@ def start(config: Config, world: int, checkpoint: Root) -> None:
     assert read_manifest(checkpoint, mesh.world).step == 100
 
 
-def test_messages_of_a_healthy_start_do_not_grow_with_the_ranks(
+def test_messages_of_a_start_do_not_grow_with_ranks(
     messages: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How often a rank asks the others while they prepare data depends on how long that takes: not at all here.

@@ -13,7 +13,7 @@ from shardwise.estimates.memory import memory_by_rank
 from shardwise.optim.bucket_layout import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
 from tests.dist.checkpoints import make_trainer
 from tests.dist.test_memory import RECOMPUTE, configuration
-from tests.dist.training import FAMILIES, make_config
+from tests.dist.training import FAMILIES, Sections, make_config
 from tests.rank_pool import Pools, RankPool
 from tests.strict import device
 from tests.strict.ranks import default_device, step_peak
@@ -127,7 +127,7 @@ def step(config: Config, default: bool) -> device.Counters:
         "DP 2 with ZeRO-3",
     ],
 )
-def test_waits_of_a_step(world: int, sections: dict[str, dict[str, object]], default: bool, strict: Pools) -> None:
+def test_waits_of_a_step(world: int, sections: Sections, default: bool, strict: Pools) -> None:
     """Once on each rank, whatever the number of micro-batches."""
     for rank, found in enumerate(strict(world).run(step, make_config(**sections), default)):
         waits = Counter[str]()

@@ -16,7 +16,7 @@ from shardwise.optim.lamb import LAMB
 from shardwise.optim.state_hash import StateSums
 from shardwise.train.step_meters import state_bytes_by_kind
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
-from tests.dist.training import make_config
+from tests.dist.training import Sections, make_config
 from tests.rank_pool import Pools
 
 STEPS = 4
@@ -123,7 +123,7 @@ def train_and_resume(config: Config, root: str) -> tuple[list[float], list[float
     ids=["ZeRO-3, mixed", "TP 2 and sequence parallelism", "PP 2, tied", "ZeRO-2, replicate 2", "ZeRO-0"],
 )
 def test_a_training_is_saved_and_goes_on_the_same(
-    world: int, sections: dict[str, dict[str, Any]], strict: Pools, tmp_path: Path
+    world: int, sections: Sections, strict: Pools, tmp_path: Path
 ) -> None:
     config = make_config(**sections)
     offloaded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})

@@ -12,7 +12,7 @@ from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
 from tests.dist.checkpoints import make_trainer
-from tests.dist.training import FAMILIES, MODEL, make_config
+from tests.dist.training import FAMILIES, MODEL, Sections, make_config
 from tests.rank_pool import Pools
 
 STEPS = 3
@@ -74,9 +74,7 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
     ],
     ids=["DP 2", "tied, full recompute", "BERT", "GPT-NeoX", "TP 2 and sequence parallelism", "PP 2"],
 )
-def test_gathers_end_before_their_parameters_are_read(
-    world: int, sections: dict[str, dict[str, object]], strict: Pools
-) -> None:
+def test_gathers_end_before_parameters_are_read(world: int, sections: Sections, strict: Pools) -> None:
     """While a collective runs, the strict device shows NaN in its tensors."""
     optimizer = {"zero": 1, "bucket_mib": 0.02}
     config = make_config(**{"optimizer": optimizer, **sections})

@@ -32,7 +32,7 @@ from tests.rank_pool import Pools
 from tests.strict import build
 from tests.strict.ranks import OnDevice
 
-scaled = loops.test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one
+scaled = loops.test_all_ranks_skip_a_scaled_step_that_is_not_finite_on_one
 
 
 @pytest.mark.parametrize(

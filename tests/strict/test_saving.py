@@ -11,7 +11,7 @@ from shardwise.config import Config
 from shardwise_use.generation import TokenSampler, generate_tokens
 from tests.dist.checkpoints import PLACE, canonical_state, load, make_saver, make_trainer, run, save, step_folder
 from tests.dist.test_compiled_training import SIZES
-from tests.dist.training import make_config
+from tests.dist.training import Sections, make_config
 from tests.rank_pool import Pools
 from tests.strict.ranks import default_device
 
@@ -69,7 +69,7 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
         pytest.param("lamb", {"pipeline": 2, "schedule": "1f1b"}, id="PP 2"),
     ],
 )
-def test_torchs_default_device_changes_nothing(
+def test_a_default_device_changes_nothing(
     optimizer: str, layout: dict[str, Any], strict: Pools, tmp_path: Path
 ) -> None:
     config = make_config(optimizer={"name": optimizer}, parallel=layout)
@@ -120,9 +120,7 @@ def save_behind_steps(config: Config, root: str, waits: bool) -> tuple[str | Non
     ],
     ids=["mixed", "ZeRO-3, mixed", "TP 2", "gpt, whose QKV is put together"],
 )
-def test_copies_run_behind_the_next_step(
-    world: int, sections: dict[str, dict[str, object]], strict: Pools, tmp_path: Path
-) -> None:
+def test_copies_run_behind_the_next_step(world: int, sections: Sections, strict: Pools, tmp_path: Path) -> None:
     """The next update waits for them on the device: what is saved is the state of the step that was saved."""
     config = make_config(**sections)
     for problem, state, resumed in strict(world).run(save_behind_steps, config, str(tmp_path), True):

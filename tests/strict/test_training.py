@@ -75,7 +75,7 @@ def test_mixed_precision_is_near_that_of_the_cpu(strict: Pools) -> None:
     ],
     ids=["llama", "gpt, invariant dropout, full recompute", "qwen3, documents"],
 )
-def test_compiled_losses_are_those_of_eager_training_on_cpus(
+def test_compiled_losses_are_those_of_the_cpu(
     cell: CompiledCell, strict: Pools, ranks: Callable[[int], RankPool]
 ) -> None:
     """torch has no compiler for it: captured graphs, forward and backward, run operator by operator."""

@@ -91,9 +91,7 @@ def test_rows_that_datasets_wrote(kind: str, texts: list[str], rows: list[list[i
 
 
 @pytest.mark.parametrize("eos", [None, "end"])
-def test_files_of_datatrove(
-    eos: str | None, texts: list[str], tokenizer: Path, rows: list[list[int]], tmp_path: Path
-) -> None:
+def test_datatrove(eos: str | None, texts: list[str], tokenizer: Path, rows: list[list[int]], tmp_path: Path) -> None:
     """As written, shuffled and merged; windows and ends as datatrove's own readers give them."""
     from datatrove.data import Document
     from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
