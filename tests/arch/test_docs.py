@@ -42,6 +42,10 @@ SCRIPTS = {
     for block in re.findall(r"^```python\n(.*?)^```", LOOP, re.MULTILINE | re.DOTALL)
     if (found := re.match(r"# (\w+\.py); run it with: torchrun", block))
 }
+ORIGINAL = re.compile(r"^## [^\n]*original.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+"""A section of a tutorial that compares with the original."""
+OTHER_NAMES = ("docs/comparison.md", "docs/porting.md")
+"""Pages with the keys of other programs."""
 
 
 @pytest.mark.slow
@@ -227,12 +231,6 @@ def test_commands_in_the_text_exist() -> None:
             named.add(" ".join([*(commands[:1] or words), *re.findall(r" (--[a-z-]+)", code)]))
     assert len(named) > 15
     assert [each for each in sorted(named) if not is_command(each)] == []
-
-
-ORIGINAL = re.compile(r"^## [^\n]*original.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-"""A section of a tutorial that compares with the original."""
-OTHER_NAMES = ("docs/comparison.md", "docs/porting.md")
-"""Pages with the keys of other programs."""
 
 
 def test_keys_in_the_text_exist() -> None:

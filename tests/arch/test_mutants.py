@@ -37,6 +37,9 @@ def read(value):
     return [value for value in value if value]
 """
 MUTANT = Mutant("id", "meter:Meter.read", "value and scale", "value", "It breaks.", ("tests/unit",))
+CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - 2026-01-31\n\n### Added\n"
+RELEASED = "[project]\nname = 'x'\n[project.urls]\nRepository = 'https://host.example/x'\nIssues = 'https://host.example/x/issues'\n"
+CITATION = "cff-version: 1.2.0\nversion: 1.2.0\ntitle: x\n"
 
 
 @pytest.mark.parametrize(
@@ -131,11 +134,6 @@ def test_a_room_above_its_row_fails_and_saved_lines_are_taken_back() -> None:
     assert lowered(text, Counter({"a": 900, "b": 20})).startswith("# A comment.\n")
     assert problems(lines_by_room(), limits(BUDGET.read_text(encoding="utf-8"))) == []
     assert check_budget([]) == 0
-
-
-CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - 2026-01-31\n\n### Added\n"
-RELEASED = "[project]\nname = 'x'\n[project.urls]\nRepository = 'https://host.example/x'\nIssues = 'https://host.example/x/issues'\n"
-CITATION = "cff-version: 1.2.0\nversion: 1.2.0\ntitle: x\n"
 
 
 @pytest.mark.parametrize(

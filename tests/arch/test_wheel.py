@@ -18,6 +18,12 @@ from tests.arch.source import ROOT, SOURCE
 COMMANDS = (["plan", "llama2-tiny", "--device", "h100:1"], ["ls"], ["jobs", "--help"], ["chat", "--help"])
 """One of each package beside the core."""
 OURS = ("shardwise", "__editable__", "_virtualenv", "distutils-precedence")
+INPUTS = ("Makefile", "pyproject.toml", "constraints.txt", "scripts/env.sh")
+RECORDER = """#!/usr/bin/env bash
+[ "$1" != cache ] || exit 1
+{ printf '%s' "NAME"; printf ' %s' "$@"; printf '\\n'; env | grep '^UV_\\|^SSL_CERT' ; } >>"$RECORD"
+case "$*" in *--version) ;; *) exit "${NAME_FAILS:-0}" ;; esac
+"""
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +95,6 @@ def test_wheel_works_in_a_users_environment(wheel: Path, user_environment: Path,
     assert not missing, f"the wheel lacks {missing}: see [tool.setuptools.package-data]"
 
 
-INPUTS = ("Makefile", "pyproject.toml", "constraints.txt", "scripts/env.sh")
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what `make env` reads, with an environment that is complete and newer than all of it."""
@@ -126,13 +129,6 @@ def test_pins_name_versions_only() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert all(line.count("==") == 1 and not set(line) & set("@:/+ ") for line in pins)
-
-
-RECORDER = """#!/usr/bin/env bash
-[ "$1" != cache ] || exit 1
-{ printf '%s' "NAME"; printf ' %s' "$@"; printf '\\n'; env | grep '^UV_\\|^SSL_CERT' ; } >>"$RECORD"
-case "$*" in *--version) ;; *) exit "${NAME_FAILS:-0}" ;; esac
-"""
 
 
 @dataclass

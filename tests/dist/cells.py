@@ -54,6 +54,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 1e-3},
     "lamb": {"name": "lamb", "lr": 1e-2, "eps": 1e-6},
 }
+Sent = Counter[tuple[str, str]]
+"""Bytes or calls, by (axis, kind)."""
 
 
 @dataclass(frozen=True)
@@ -433,10 +435,6 @@ def measure(cell: Cell, steps: int) -> Measured:
             {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (weights, gradients)
         )
     return found
-
-
-Sent = Counter[tuple[str, str]]
-"""Bytes or calls, by (axis, kind)."""
 
 
 def sent(mesh: Mesh) -> tuple[Sent, Sent]:

@@ -26,13 +26,15 @@ from shardwise.train.mean_loss import mean_over_targets
 from shardwise.verify.canonical_values import canonical_gradients, gradient_errors, step_with_gradients
 from tests.dist.dense import run
 from tests.dist.test_experts import SCALE, SIZES, B, S, batch
-from tests.dist.training import SPARSE, Sections, make_config, make_data
+from tests.dist.training import SPARSE, Sections, cases, make_config, make_data
 from tests.sweeps import few
 
 COEFFICIENTS = {"sequence": 0.05, "batch": 0.07, "pooled": 0.03, "z": 0.002}
 SAMPLES = 8
 Step = tuple[float, dict[str, float], dict[str, Tensor]]
 """The loss, each objective, and the gradient of each canonical tensor."""
+LAYOUTS = cases("balance")
+OFTEN = ("one process", "EP 2, full recompute", "TP 2 + SP, CP 2")
 
 
 def coefficients(family: str) -> dict[str, float]:
@@ -109,22 +111,6 @@ def check(found: Sequence[Step], family: str) -> None:
         errors = gradient_errors(found_gradients, {name: gradients[name] for name in found_gradients})
         assert max(errors.values()) < 1e-5
         assert all(error < 1e-6 for name, error in errors.items() if name.endswith("gate.weight"))
-
-
-TENSOR = {"tensor": 2, "sequence": True}
-LAYOUTS: dict[str, tuple[int, str, Sections]] = {
-    "one process": (1, "qwen3_moe", {}),
-    "EP 2, full recompute": (
-        2, "glm4_moe", {"parallel": {"expert": 2}, "train": {"micro_batch": 4, "recompute": "full"}}
-    ),
-    "TP 2 + SP, CP 2": (4, "glm4_moe", {"parallel": TENSOR | {"context": 2}, "train": {"micro_batch": 2}}),
-    "EP 2, PP 2 zbv": (
-        4, "qwen3_moe", {"parallel": {"expert": 2, "pipeline": 2, "schedule": "zbv"}, "optimizer": {"zero": 2}}
-    ),
-    "DP 2, ZeRO-3": (2, "qwen3_moe", {"train": {"micro_batch": 2}, "optimizer": {"zero": 3}}),
-    "PP 2 interleaved": (2, "glm4_moe", {"parallel": {"pipeline": 2, "schedule": "interleaved"}}),
-}  # fmt: skip
-OFTEN = ("one process", "EP 2, full recompute", "TP 2 + SP, CP 2")
 
 
 @pytest.mark.parametrize("name", few(LAYOUTS, *OFTEN))

@@ -29,13 +29,19 @@ from tests.dist.checkpoints import (
     step_folder,
 )
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import FACTS, make_config, sizes
+from tests.dist.training import FACTS, cases, make_config, sizes
 from tests.hugging_face import open_folder
 from tests.sweeps import few
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 COLLECTIVES_WAIT = 59.0
 """Seconds for which a collective waits for a rank at least: `RankPool` sets a minute."""
+OF_BLOCKS = cases("models of checkpoints")
+PIPELINES = cases("checkpoints")
+PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
+PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
+PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
+RESHARDED = [(model, *pair) for model in OF_BLOCKS for pair in dict.fromkeys(PAIRS)]
 
 
 def config_of(tensor: int = 1, sequence: bool = False, zero: int = 1, mode: str = "float32", **sections: Any) -> Config:
@@ -131,53 +137,16 @@ def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Pat
     assert not differences(resumed.state, whole.at_end), "state at the end"
 
 
-DEEP = sizes(131, 32, 64, layers=4, heads=4)
-OF_BLOCKS: dict[str, dict[str, Any]] = {
-    "gpt": {"model": DEEP | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}},
-    "llama": {"model": DEEP | {"family": "llama", "num_key_value_heads": 2}},
-    "llama tied, mixed": {
-        "model": DEEP | {"family": "llama", "tie_word_embeddings": True},
-        "precision": {"mode": "mixed"},
-    },
-    "bert, LAMB": {
-        "model": DEEP | {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-        "data": {"max_predictions": 3},
-        "optimizer": {"name": "lamb", "weight_decay": 0.01},
-    },
-}
-"""Tied with dropout, untied, tied with masters apart, tied with two losses and another optimizer."""
-# (ranks, pipeline) → (ranks, pipeline): what is in none of them is one process, or plain.
-PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
-    "pp2": (2, {"pipeline": 2, "stages": [3, 1]}),
-    "pp2-dp2-interleaved": (4, {"pipeline": 2, "schedule": "interleaved", "zero": 3}),
-    # With other padding of the vocabulary than all others.
-    "pp2-tp2-zbv": (4, {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True, "vocab_multiple": 16}),
-    "pp2-tp2-dp2": (8, {"pipeline": 2, "tensor": 2, "zero": 3}),
-    "pp2-dualpipev-zero0": (4, {"pipeline": 2, "schedule": "dualpipev", "zero": 0}),
-    "pp4": (4, {"pipeline": 4}),
-    "pp4-dp2": (8, {"pipeline": 4, "schedule": "gpipe"}),
-    "pp4-tp2-zero0": (8, {"pipeline": 4, "tensor": 2, "sequence": True, "zero": 0}),
-    "pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "interleaved_zero_bubble"}),
-}
-
-
 def cut(model: str, layout: str) -> tuple[int, Config]:
     """The number of ranks, and what they train: the same whatever the layout, with masks that no layout changes."""
     size, parallel = PIPELINES[layout]
     replicas = size // parallel.get("tensor", 1) // parallel.get("pipeline", 1)
     sections: dict[str, Any] = {"precision": {"mode": "float32"}, "optimizer": {}, **OF_BLOCKS[model]}
+    sections["model"] = sizes(131, 32, 64, layers=4, heads=4) | sections["model"]
     sections["optimizer"] = sections["optimizer"] | {"zero": parallel.get("zero", 1)}
     sections["parallel"] = {key: value for key, value in parallel.items() if key != "zero"}
     sections["train"] = {"micro_batch": 2 // replicas, "dropout_mode": "invariant"}
     return size, make_config(**sections)
-
-
-PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
-PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
-PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
-RESHARDED = [(model, *pair) for model in OF_BLOCKS for pair in dict.fromkeys(PAIRS)]
 
 
 @pytest.mark.parametrize(("model", "first", "second"), few(RESHARDED, ("gpt", "pp4", "pp2-tp2-zbv")))

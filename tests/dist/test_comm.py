@@ -17,6 +17,7 @@ from tests.dist.dense import check, each, error, mesh, random, run
 
 SIZES = (1, 2, 4)
 DOUBLE = torch.float64
+Dense = Callable[[list[Tensor]], list[Tensor]]
 
 
 def integers(seed: int, *shape: int) -> Tensor:
@@ -143,9 +144,6 @@ def test_at_size_one_every_collective_is_the_identity() -> None:
     assert comm.all_gather_objects("x", alone) == ["x"]
     comm.barrier(alone)
     assert not alone.meter.bytes, "an identity puts no bytes on the wire"
-
-
-Dense = Callable[[list[Tensor]], list[Tensor]]
 
 
 def halves(x: Tensor, size: int, dim: int) -> list[Tensor]:

@@ -31,6 +31,7 @@ SIZES = {name: value for name, value in MODEL.items() if name not in ("family", 
 GPT_DROPOUT = {"family": "gpt", **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"), 0.1)}
 BERT_DROPOUT = {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 TENSOR, SEQUENCE, PIPELINE = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}
+UNITS = (BLOCK, HEAD)
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,6 @@ def test_compiled_by_inductor(name: str, ranks: Any) -> None:
 def test_mixed_precision(ranks: Any) -> None:
     """The compiler rounds fewer intermediate results to bfloat16 than eager code."""
     check(ranks, Cell(FAMILIES["llama"], SEQUENCE, mode="mixed"), "aot_eager", steps=3, tolerance=1e-3)
-
-
-UNITS = (BLOCK, HEAD)
 
 
 def keep(cache: Path, required: bool) -> tuple[Path, str]:

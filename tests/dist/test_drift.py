@@ -28,6 +28,15 @@ from tests.sweeps import few
 
 NORM = "norm.weight"
 QKV = "layers.0.self_attn.qkv.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+DEEP = "model.layers.{}.mlp.down_proj.weight"
+"""Of a block of a pipeline's stage."""
+CUT: dict[str, dict[str, Any]] = {
+    "dp2-zero0": {"optimizer": {"zero": 0}},
+    "dp2-accumulation4": {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}},
+}
 
 
 def flip(tensor: torch.Tensor, position: int, bit: int) -> None:
@@ -186,11 +195,6 @@ def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any) -> None:
     assert ranks(2).run(agreed, {1: ["the disk is full"]}) == [["the disk is full"]] * 2
 
 
-GATE = "model.layers.1.mlp.gate_proj.weight"
-DEEP = "model.layers.{}.mlp.down_proj.weight"
-"""Of a block of a pipeline's stage."""
-
-
 def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool]:
     """A good step, then poison on one rank; what the second step says, and whether it left the weights alone."""
     config = make_config(**sections)
@@ -213,14 +217,6 @@ def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool
         )
         return str(error), same and trainer.progress.step == 1
     return "no error", False
-
-
-CUT: dict[str, dict[str, Any]] = {
-    "dp2-zero0": {"optimizer": {"zero": 0}},
-    "dp2-accumulation4": {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
-    "tp2": {"parallel": {"tensor": 2}},
-    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}},
-}
 
 
 @pytest.mark.parametrize("cut", few(CUT, "dp2-accumulation4", "tp2-sp"))

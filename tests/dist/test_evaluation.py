@@ -19,7 +19,7 @@ from shardwise.pipeline.stages import build_stages
 from shardwise.train.evaluation_losses import EvaluationLosses, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
-from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, cases, make_config, make_data, sizes
 from tests.dist.training import MODELS as TRAINED
 from tests.sweeps import few
 
@@ -34,16 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 DEEP = {"num_hidden_layers": 4}
 """For as many stages."""
-# (ranks, TP, SP, micro-batch)
-LAYOUTS = {
-    "micro-batch": (1, 1, False, 5),
-    "tp2": (2, 2, False, 1),
-    "tp2-sp": (2, 2, True, 3),
-    "dp2": (2, 1, False, 2),
-    "tp4-sp": (4, 4, True, 2),
-    "tp2-dp2": (4, 2, False, 1),
-    "dp4": (4, 1, False, 3),
-}
+LAYOUTS = cases("evaluation")
+PIPELINES = cases("evaluation in stages")
 
 
 def config(
@@ -149,15 +141,6 @@ def test_it_is_the_same_at_any_layout(model: str, layout: str, tokens: int, rank
         assert found.accuracies == pytest.approx(wanted.accuracies), where
         for name, loss in wanted.losses.items():
             assert found.losses[name] == pytest.approx(loss, rel=1e-5), where
-
-
-PIPELINES = {
-    "pp2": (2, 1, False, 1, {"pipeline": 2}),
-    "pp2-tp2-sp": (4, 2, True, 2, {"pipeline": 2, "stages": [3, 1]}),
-    "pp4-dp2": (8, 1, False, 1, {"pipeline": 4, "schedule": "gpipe"}),
-    "interleaved": (2, 1, False, 2, {"pipeline": 2, "schedule": "interleaved"}),
-    "zbv-dp2": (4, 1, False, 1, {"pipeline": 2, "schedule": "zbv"}),
-}
 
 
 @functools.cache

@@ -34,6 +34,15 @@ from tests.sweeps import few
 
 FAMILIES = {"olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "glm4_moe": "Glm4Moe"}
 OFTEN = ("glm4_moe",)
+PROMPT = [5, 9, 2, 40, 11]
+REQUESTS = [ScoreRequest([1, 2, 3, 4, 5, 6, 7][: 3 + number % 5], 1 + number % 2) for number in range(5)]
+TEXTS = [TextRequest([7, number], 2 + 3 * number, ["END"], temperature=0.8) for number in range(3)]
+LAYOUTS = [
+    pytest.param(2, {"expert": 2}, id="EP 2"),
+    pytest.param(4, {"expert": 2, "tensor": 2}, id="EP 2, TP 2", marks=pytest.mark.slow),
+    pytest.param(4, {"expert": 2, "pipeline": 2}, id="EP 2, PP 2", marks=pytest.mark.slow),
+    pytest.param(4, {"expert": 2}, id="DP 4, EP 2", marks=pytest.mark.slow),
+]
 
 
 def written(family: str, folder: Path, *, fused: bool, **keys: Any) -> Any:
@@ -171,11 +180,6 @@ def test_an_import_of_both_forms_is_one_checkpoint(tmp_path: Path, capsys: pytes
     assert "equal" in capsys.readouterr().out
 
 
-PROMPT = [5, 9, 2, 40, 11]
-REQUESTS = [ScoreRequest([1, 2, 3, 4, 5, 6, 7][: 3 + number % 5], 1 + number % 2) for number in range(5)]
-TEXTS = [TextRequest([7, number], 2 + 3 * number, ["END"], temperature=0.8) for number in range(3)]
-
-
 class Numbers:
     """A tokenizer whose text of a token is its number."""
 
@@ -216,14 +220,6 @@ def use(path: Path, parallel: dict[str, int]) -> tuple[list[int], list[int], lis
     batches: Batches | None = make_evaluation_batches(config, data, "train")
     loss = evaluate(model, batches, mesh, 2, parallel=config.parallel).loss
     return likeliest, drawn, scores, texts, loss
-
-
-LAYOUTS = [
-    pytest.param(2, {"expert": 2}, id="EP 2"),
-    pytest.param(4, {"expert": 2, "tensor": 2}, id="EP 2, TP 2", marks=pytest.mark.slow),
-    pytest.param(4, {"expert": 2, "pipeline": 2}, id="EP 2, PP 2", marks=pytest.mark.slow),
-    pytest.param(4, {"expert": 2}, id="DP 4, EP 2", marks=pytest.mark.slow),
-]
 
 
 @functools.cache

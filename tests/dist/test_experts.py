@@ -30,12 +30,18 @@ from shardwise.verify.canonical_values import canonical_weights, gradient_errors
 from tests.dist.checkpoints import load, save
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
-from tests.dist.training import SPARSE, Sections, make_config, make_data, sizes
+from tests.dist.training import SPARSE, Sections, cases, make_config, make_data, sizes
 from tests.sweeps import few
 
 S, B, V = 16, 4, 61
 SIZES = sizes(V, 32, 48, layers=3, heads=4, positions=64)
 SCALE = 5.0  # of the weights, so that routers choose clearly
+TRAININGS = cases("experts")
+LR, DECAY = 1e-2, 0.1
+STEPS = 3
+Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+ONE = "EP 4, ZeRO-2, all tokens at one expert"
+LAYOUTS = cases("idle experts")
 
 
 def make(family: str) -> Llama:
@@ -107,21 +113,9 @@ def biases(expert: int, micro_batches: int, recompute: Any = "none") -> dict[str
 def test_biases_depend_on_the_loads_of_the_whole_batch_alone(ranks: Any) -> None:
     wanted = biases(1, 1)
     assert all(values.unique().numel() > 1 for name, values in wanted.items() if name.endswith("loads"))
-    cases = [biases(1, 4), biases(1, 2, "full"), *run(ranks, 2, biases, 2, 1), *run(ranks, 2, biases, 1, 2)]
-    for found in cases:
+    found_at = [biases(1, 4), biases(1, 2, "full"), *run(ranks, 2, biases, 2, 1), *run(ranks, 2, biases, 1, 2)]
+    for found in found_at:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-TRAININGS: dict[str, tuple[int, Sections]] = {
-    "EP 2 of DP 4, ZeRO-3": (4, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
-    "EP 2 of DP 4, ZeRO-2 with copies": (4, {"parallel": {"expert": 2, "replicate": 2}, "optimizer": {"zero": 2}}),
-    "EP 2, PP 2 zbv, ZeRO-1": (4, {"parallel": {"expert": 2, "pipeline": 2, "schedule": "zbv"}}),
-    "EP 4 of DP 2, CP 2": (4, {"parallel": {"expert": 4, "context": 2}, "optimizer": {"zero": 0}}),
-    "EP 2, TP 2 + SP, full recompute": (
-        4,
-        {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "train": {"recompute": "full"}},
-    ),
-}
 
 
 def configuration(sections: Sections, family: str = "glm4_moe") -> Config:
@@ -277,10 +271,6 @@ def test_the_record_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detail.facts == {}
 
 
-LR, DECAY = 1e-2, 0.1
-STEPS = 3
-
-
 def idle_configuration(family: str, sections: Sections, length: int, per_token: int) -> Config:
     train = {"micro_batch": 1, "global_batch": 4, "steps": STEPS, "sequence_length": length}
     optimizer = {"lr": LR, "min_lr": LR, "warmup_steps": 0, "schedule": "constant", "weight_decay": DECAY}
@@ -292,9 +282,6 @@ def idle_configuration(family: str, sections: Sections, length: int, per_token: 
 
 def first(per_token: int, scores: Tensor) -> Tensor:
     return torch.arange(per_token, device=scores.device).expand(len(scores), per_token)
-
-
-Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
 def train(family: str, sections: Sections, length: int, per_token: int) -> Found:
@@ -315,19 +302,6 @@ def train(family: str, sections: Sections, length: int, per_token: int) -> Found
 @functools.cache
 def alone(family: str, optimizer: str, length: int, per_token: int) -> Found:
     return train(family, {"optimizer": {"name": optimizer}}, length, per_token)
-
-
-ONE = "EP 4, ZeRO-2, all tokens at one expert"
-LAYOUTS: dict[str, tuple[str, str, int, Sections]] = {
-    ONE: ("olmoe", "adamw", 16, {"parallel": {"expert": 4}, "optimizer": {"zero": 2}}),
-    "EP 2, ZeRO-3": ("glm4_moe", "adamw", 16, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
-    "EP 2, PP 2, ZeRO-3, Muon": (
-        "glm4_moe", "muon", 16,
-        {"parallel": {"expert": 2, "pipeline": 2, "schedule": "zbv"}, "optimizer": {"zero": 3}},
-    ),
-    "EP 4 of CP 2": ("mixtral", "adamw", 16, {"parallel": {"expert": 4, "context": 2}, "optimizer": {}}),
-    "one token on each rank": ("olmoe", "adamw", 1, {"parallel": {"expert": 4}, "optimizer": {"zero": 1}}),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", few(LAYOUTS, ONE))

@@ -32,6 +32,9 @@ CLASSES = {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
 """As transformers spells them, where it is not the family's name with a capital."""
 Result = tuple[list[Tensor], list[float], dict[str, Tensor]]
 """Logits, sums of losses, and gradients of these sums by name."""
+LAYOUTS = {"tp1": (1, False), "tp2": (2, False), "tp2-sp": (2, True), "tp4": (4, False), "tp4-sp": (4, True)}
+CUT_OFTEN = ("llama, one key head, tied, biased", "qwen3", "gemma3", "gpt, tied", "neox, serial", "bert")
+OFTEN = (*((case, "tp1") for case in CASES), *((case, "tp4-sp") for case in CUT_OFTEN))
 
 
 def scale_of(case: str) -> float:
@@ -158,11 +161,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 def gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
-
-
-LAYOUTS = {"tp1": (1, False), "tp2": (2, False), "tp2-sp": (2, True), "tp4": (4, False), "tp4-sp": (4, True)}
-CUT_OFTEN = ("llama, one key head, tied, biased", "qwen3", "gemma3", "gpt, tied", "neox, serial", "bert")
-OFTEN = (*((case, "tp1") for case in CASES), *((case, "tp4-sp") for case in CUT_OFTEN))
 
 
 @pytest.mark.parametrize(("case", "layout"), few(itertools.product(CASES, LAYOUTS), *OFTEN))

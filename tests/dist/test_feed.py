@@ -20,6 +20,8 @@ from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data, sizes
 
 STEPS = 3
+Rows = list[dict[str, np.ndarray]]
+"""The inputs of each micro-batch."""
 
 
 @dataclass
@@ -30,10 +32,6 @@ class Read:
     steps: list[list[dict[str, np.ndarray]]]
     evaluation: list[list[dict[str, np.ndarray]]]
     reads: int
-
-
-Rows = list[dict[str, np.ndarray]]
-"""The inputs of each micro-batch."""
 
 
 def on_host(micro_batches: list[MicroBatch]) -> Rows:

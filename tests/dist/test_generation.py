@@ -22,7 +22,7 @@ from shardwise_use.generation import TokenSampler, _SampleText, draw_sample, gen
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import fill, mesh, run
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import MODELS, make_config, make_data, sizes
+from tests.dist.training import MODELS, cases, make_config, make_data, sizes
 from tests.hugging_face import VOCABULARY, described, save
 from tests.sweeps import few
 
@@ -30,6 +30,14 @@ CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gemma3", "gpt", "n
 LENGTH = 8
 # How the tokens are cut into passes: all at once, a prompt and single tokens, chunks, one by one.
 CUTS = ((LENGTH,), (5, 1, 1, 1), (3, 2, 3), (1,) * LENGTH)
+# llama and olmo2 have 2 key/value heads: at TP 4 each is held twice.
+CACHED = [*itertools.product(CASES, (1, 2)), ("llama", 4), ("olmo2", 4)]
+OFTEN = ("llama", "gemma3", "gpt")
+WRITTEN = itertools.product((*OFTEN, "olmo2", "smollm3", "neox", "mixtral"), ((1, False), (2, False), (2, True)))
+DEEP = sizes(VOCABULARY, 32, 48, layers=4, heads=4, positions=48, spread=0.3)
+PIPELINES = cases("generation")
+BYTES = 257
+"""A vocabulary of every byte and the end of a document."""
 
 
 @functools.cache
@@ -64,10 +72,6 @@ def cached_error(path: Path, tensor: int) -> tuple[float, int]:
     return worst, cache.bytes
 
 
-# llama and olmo2 have 2 key/value heads: at TP 4 each is held twice.
-CACHED = [*itertools.product(CASES, (1, 2)), ("llama", 4), ("olmo2", 4)]
-
-
 @pytest.mark.parametrize(("case", "tp"), few(CACHED, ("llama-tied", 2), ("gemma3", 2), ("neox", 2), ("llama", 4)))
 def test_the_cache_changes_no_logits(case: str, tp: int, ranks: Any) -> None:
     path, _ = folder(case)
@@ -95,10 +99,6 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
         torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=stop or None, pad_token_id=0
     )
     return [int(token) for token in found[0, len(prompt) :]]
-
-
-OFTEN = ("llama", "gemma3", "gpt")
-WRITTEN = itertools.product((*OFTEN, "olmo2", "smollm3", "neox", "mixtral"), ((1, False), (2, False), (2, True)))
 
 
 @pytest.mark.parametrize(
@@ -129,16 +129,6 @@ def test_a_seed_gives_one_text_at_any_layout(case: str, ranks: Any) -> None:
     assert wanted != drawn(path, 1, 8), "the seed has no say"
     for tp in (2, 4):
         assert run(ranks, tp, drawn, path, tp, 7) == [wanted] * tp
-
-
-DEEP = sizes(VOCABULARY, 32, 48, layers=4, heads=4, positions=48, spread=0.3)
-PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
-    "pp2": (2, {"pipeline": 2}),
-    "pp2-tp2-sp": (4, {"pipeline": 2, "tensor": 2, "sequence": True}),
-    "pp4": (4, {"pipeline": 4}),
-    "interleaved": (2, {"pipeline": 2, "schedule": "interleaved"}),
-    "zbv-tp2": (4, {"pipeline": 2, "tensor": 2, "schedule": "zbv"}),
-}
 
 
 def continued(model: dict[str, Any], parallel: dict[str, Any], chunk: int) -> list[list[int]]:
@@ -198,10 +188,6 @@ def test_a_text_that_leaves_another_is_read_again_where_the_window_forgot_it() -
     for prompt in ([4, 2, 7, 9, 11, 3], [4, 2, 7], [4, 2, 7, 30, 31, 32, 33, 34]):
         wanted = list(generate_tokens(model, mesh(1), prompt, 6, TokenSampler(0.0)))
         assert list(generate_tokens(model, mesh(1), prompt, 6, TokenSampler(0.0), reader=reader)) == wanted
-
-
-BYTES = 257
-"""A vocabulary of every byte and the end of a document."""
 
 
 def sample(tokenizer: Path, tensor: int, zero: int, asked: bool) -> _SampleText:

@@ -27,6 +27,7 @@ DEGREES = (1, 4)
 BOOLS = (False, True)
 Part = Callable[[Tensor], Tensor]
 Dense = Callable[[Tensor, dict[str, Tensor]], dict[str, Tensor]]
+HEAD, Q_HEADS = 4, 8
 
 
 def options(tp: int, sequence: bool) -> dict[str, Any]:
@@ -131,9 +132,6 @@ def merged(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float
 @pytest.mark.parametrize("tp", DEGREES)
 def test_merged_column_parallel_linear(tp: int, ranks: Any) -> None:
     check(run(ranks, tp, each, merged, list(itertools.product([tp], BOOLS, BOOLS, BOOLS))))
-
-
-HEAD, Q_HEADS = 4, 8
 
 
 def held_heads(tp: int, rank: int, kv_heads: int) -> slice:

@@ -22,12 +22,13 @@ from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import make_data
+from tests.dist.training import cases, make_data
 from tests.hugging_face import CASES, described, export_hugging_face, open_folder, save
 from tests.sweeps import few
 
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
+BEGUN = cases("load")
 
 
 def configured(folder: Path, tensor: int, **parallel: Any) -> Config:
@@ -92,16 +93,6 @@ def begin(
     records = [trainer.step() for _ in range(2)]
     check_replicas(trainer.model, trainer.mesh, 2, trainer.optimizer)
     return weights, sums, [number for r in records for number in (r.loss, r.grad_norm, r.param_norm or 0.0)]
-
-
-BEGUN = [
-    ("llama", 1, 3, 2, "float32"),
-    ("gpt", 1, 3, 2, "mixed"),
-    ("gemma3", 1, 3, 2, "float32"),
-    ("llama", 1, 3, 4, "mixed"),
-    ("llama-tied", 2, 3, 2, "mixed"),
-    ("llama", 2, 0, 1, "mixed"),
-]
 
 
 @pytest.mark.parametrize(("case", "tensor", "zero", "replicate", "mode"), few(BEGUN, BEGUN[1]))

@@ -25,7 +25,7 @@ from tests.block_stacks import block_stack
 from tests.dist import cells
 from tests.dist.cells import sent
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, MODELS, Sections, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, MODELS, Sections, cases, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
 from tests.sweeps import few
 
@@ -36,6 +36,14 @@ SIZES = sizes(1000, 64, 256, layers=4, heads=4, positions=128)
 FACTS = MODELS["memory"]
 """Families whose blocks hold other things than Llama's."""
 DROPOUT = cells.DROPOUT | dict.fromkeys(FACTS, ("attention_dropout",))
+STACKS = [*itertools.product(FAMILIES, (None, "fast", "invariant"), (1, 2)), *((model, None, 2) for model in FACTS)]
+OFTEN = (("gpt", "fast", 2), ("bert", "fast", 1), ("llama", None, 1))
+PRECISIONS: list[tuple[dict[str, Any], int]] = [
+    ({"mode": "bfloat16"}, 2), ({"mode": "float32"}, 1), ({"mode": "bfloat16", "matmul": "fp8"}, 2)
+]  # fmt: skip
+STATE = sizes(1000, 256, 704, layers=8, heads=4, positions=64)
+"""A model with few tokens, whose state dominates: each block is more than a bucket must have."""
+SHARDED = cases("memory")
 
 
 class _Gradient(torch.autograd.Function):
@@ -123,10 +131,6 @@ def held_alone(model: str, dropout: str | None, recompute: str) -> Held:
     return measure(configuration(model, dropout, 1, recompute))
 
 
-STACKS = [*itertools.product(FAMILIES, (None, "fast", "invariant"), (1, 2)), *((model, None, 2) for model in FACTS)]
-OFTEN = (("gpt", "fast", 2), ("bert", "fast", 1), ("llama", None, 1))
-
-
 @pytest.mark.parametrize(("model", "dropout", "tensor"), few(STACKS, *OFTEN))
 def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tensor: int, ranks: Any) -> None:
     first = None
@@ -144,11 +148,6 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
                 first = first or found
                 assert torch.equal(found.output, first.output), f"{where}: other outputs than without recompute"
                 assert torch.equal(found.gradient, first.gradient), f"{where}: other gradients than without recompute"
-
-
-PRECISIONS: list[tuple[dict[str, Any], int]] = [
-    ({"mode": "bfloat16"}, 2), ({"mode": "float32"}, 1), ({"mode": "bfloat16", "matmul": "fp8"}, 2)
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("model", few((*FAMILIES, *FACTS), "gpt"))
@@ -200,10 +199,6 @@ def test_shared_samples_hold_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
-STATE = sizes(1000, 256, 704, layers=8, heads=4, positions=64)
-"""A model with few tokens, whose state dominates: each block is more than a bucket must have."""
-
-
 @dataclass
 class ShardedStep:
     """What a rank held at most and sent in its second step, and the bytes of its buckets."""
@@ -236,26 +231,6 @@ def measure_sharded(config: Config) -> ShardedStep:
         parameters=sum(bucket.value_bytes for bucket in buckets),
         gradients=sum(bucket.gradient_bytes for bucket in buckets),
     )
-
-
-ONCE = {"reduce": "step", "gather": "step"}
-SHARDED = [
-    ("llama", {"zero": 0}, {}),
-    ("llama", {"zero": 2}, {}),
-    ("llama", {"zero": 2, "reduce": "step"}, {}),
-    ("llama", {"zero": 3, "gather": "step"}, {}),
-    ("llama", {"zero": 3, "prefetch": 3}, {"precision": {"mode": "mixed"}}),
-    ("llama", {"zero": 1}, {"parallel": {"replicate": 2}}),
-    ("gpt", {"zero": 3}, {"parallel": {"replicate": 2}, "precision": {"mode": "mixed"}}),
-    ("bert", {"zero": 3}, {"train": {"recompute": "full"}}),
-    ("llama", {"zero": 2}, {"parallel": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}}),
-    ("llama", {"zero": 3} | ONCE, {"parallel": {"pipeline": 2, "schedule": "zbv"}}),
-    ("gpt", {"zero": 2}, {"parallel": {"context": 4}, "train": {"recompute": "selective"}}),
-    (
-        "llama", {"zero": 1},
-        {"parallel": {"context": 2, "context_grain": 8, "grain": 1}, "train": {"bitwise": True, "data_grain": 2}},
-    ),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "optimizer", "sections"), few(SHARDED, SHARDED[3]))

@@ -18,7 +18,7 @@ from tests.dist import checkpoints
 from tests.dist.cells import DROPOUT
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
-from tests.dist.training import FAMILIES, SMALL_MODELS, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, SMALL_MODELS, cases, make_config, make_data, sizes
 from tests.sweeps import few
 
 STEPS = 3
@@ -26,6 +26,8 @@ LR, ADAMW_LR, DECAY = 1e-2, 4e-3, 0.1
 SIZES = sizes(spread=0.05)
 BLOCK_NAMES = ("layers.", ".h.", ".layer.")
 IN_OUT = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+LAYOUTS = cases("muon")
+OFTEN = (("tp4-heads", "llama"), ("tp2-dp2-zero1-sp", "llama tied, biases"))
 
 
 def matrices_of(name: str, tensor: Tensor, head_dim: int, split_heads: bool) -> list[Tensor]:
@@ -96,16 +98,6 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
         for part, value in zip(parts[n], found, strict=True):
             worst = max(worst, float((part.detach() - value).abs().max()))
     return worst
-
-
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any], bool]] = {
-    "tp2-dp2-zero1-sp": (2, 1, {"zero": 1, "bucket_mib": 0.01}, False),
-    "tp2-dp2-zero0-heads": (2, 1, {"zero": 0}, True),
-    "tp4-heads": (4, 1, {}, True),
-    "pp2-dp2-zero1": (1, 2, {"zero": 1, "bucket_mib": 0.002}, False),
-    "tp2-pp2": (2, 2, {}, False),
-}
-OFTEN = (("tp4-heads", "llama"), ("tp2-dp2-zero1-sp", "llama tied, biases"))
 
 
 @pytest.mark.parametrize(("layout", "name"), few(itertools.product(LAYOUTS, SMALL_MODELS), *OFTEN))

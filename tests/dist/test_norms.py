@@ -19,7 +19,7 @@ from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import mesh
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, cases, make_config, make_data, sizes
 from tests.sweeps import few
 
 
@@ -39,17 +39,7 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], int]:
     return found, wanted, sums
 
 
-BIASED = {"attention_bias": True, "mlp_bias": True}
-
-
-CUT: list[tuple[int, dict[str, Any], int]] = [
-    (2, {"parallel": {"tensor": 2}}, 0),
-    (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
-    # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
-    (4, {"parallel": {"tensor": 4}, "model": BIASED}, 1),
-    (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
-    (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
-]
+CUT = cases("norms")
 
 
 @pytest.mark.parametrize(("world", "sections", "sums"), few(CUT, CUT[1], CUT[3], CUT[4]))

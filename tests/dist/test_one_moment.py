@@ -24,6 +24,7 @@ from tests.dist.training import make_config, train
 
 RECIPE = "llama2-tiny"
 CHOICE = "optimizer.name=momentum"
+NAME = "two_phases"
 
 
 class Momentum(torch.optim.Optimizer):
@@ -88,9 +89,6 @@ def test_two_ranks_with_zero_train_and_resume_like_one_process(tmp_path: Path, r
     for differences, state in ranks(2).run(train_and_resume, config, cell, tmp_path, source):
         assert differences.problems(Tolerance.of(config), "one process") == []
         assert state == ["moment"]
-
-
-NAME = "two_phases"
 
 
 class TwoPhases:

@@ -21,13 +21,17 @@ from tests.dist.checkpoints import run, step_folder
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import results
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import MODEL, make_config, make_data
+from tests.dist.training import MODEL, cases, make_config, make_data
 from tests.sweeps import few
 
-F, B = "float32", "bfloat16"
-
-
 Losses = Callable[[str], tuple[float, float]]
+KEYS = cases("precision")
+"""Keys of `precision`, and the dtypes of parameters, gradients, their reduction and the optimizer."""
+ZERO3, CONTEXT = small(
+    Cell("llama", tensor=2, sequence=True, data=2, zero=3, matmul="fp8"),
+    Cell("llama", tensor=2, context=2, batch=4, zero=1, matmul="fp8"),
+)
+PRECISION = {"mode": "float32", "matmul": "fp8"}
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +102,6 @@ def observe(config: Config) -> dict[str, set[str]]:
     return {kind: {str(dtype) for dtype in found} for kind, found in held.items()} | seen
 
 
-KEYS: list[tuple[dict[str, str], tuple[str, str, str, str]]] = [
-    ({"mode": "float32"}, (F, F, F, F)),
-    ({"mode": "mixed"}, (B, F, F, F)),
-    ({"mode": "bfloat16"}, (B, B, B, B)),
-    ({"mode": "mixed", "gradient": B}, (B, B, F, F)),
-    ({"mode": "mixed", "reduce": B}, (B, F, B, F)),
-    ({"mode": "mixed", "optimizer": B}, (B, F, F, B)),
-    ({"mode": "bfloat16", "optimizer": F}, (B, B, B, F)),
-    ({"mode": "bfloat16", "gradient": F}, (B, F, B, B)),
-    ({"mode": "float32", "reduce": B}, (F, F, B, F)),
-]
-"""Keys of `precision`, and the dtypes of parameters, gradients, their reduction and the optimizer."""
-
-
 @pytest.mark.parametrize("zero", few([0, 1], 1))
 def test_each_key_changes_what_it_names(zero: int, ranks: Any) -> None:
     configs = [(make_config(precision=keys, optimizer={"zero": zero}),) for keys, _ in KEYS]
@@ -124,13 +114,6 @@ def test_each_key_changes_what_it_names(zero: int, ranks: Any) -> None:
         wanted = {"parameter": parameter, "gradient": gradient, "master": optimizer, "state": optimizer, **wire}
         for found in of_ranks:
             assert found == wanted, f"precision {keys}"
-
-
-ZERO3, CONTEXT = small(
-    Cell("llama", tensor=2, sequence=True, data=2, zero=3, matmul="fp8"),
-    Cell("llama", tensor=2, context=2, batch=4, zero=1, matmul="fp8"),
-)
-PRECISION = {"mode": "float32", "matmul": "fp8"}
 
 
 @dataclass

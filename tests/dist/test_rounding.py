@@ -16,9 +16,16 @@ from shardwise.train.build import build_trainer
 from tests.dist.checkpoints import canonical_state, load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random, run
-from tests.dist.training import SMALL_MODELS, make_config, make_data
+from tests.dist.training import SMALL_MODELS, cases, make_config, make_data
 
 STEPS = 3
+LAYOUTS = cases("rounding")
+OFTEN = (("dp4-zero3", "adamw"), ("tp2-dp2-sp", "lamb"), ("tp2-pp2", "lamb"))
+CELLS = [
+    pytest.param(layout, model, optimizer, marks=() if (layout, optimizer) in OFTEN else pytest.mark.slow)
+    for layout in LAYOUTS
+    for model, optimizer in (("llama tied, biases", "adamw"), ("gpt", "lamb"), ("gpt", "muon"))
+]
 
 
 def trained(
@@ -60,27 +67,9 @@ def digest(value: Tensor) -> str:
     return hashlib.blake2b(value.float().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "dp4-zero3": (1, 1, {"zero": 3}),
-    "dp4-zero0-small-buckets": (1, 1, {"zero": 0, "bucket_mib": 0.002}),
-    "tp2-dp2-sp": (2, 1, {}),
-    "tp4-sp": (4, 1, {}),
-    "pp2-dp2": (1, 2, {"bucket_mib": 0.002}),
-    "tp2-pp2": (2, 2, {}),
-}
-
-
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, str], dict[str, str]]:
     return {}
-
-
-OFTEN = (("dp4-zero3", "adamw"), ("tp2-dp2-sp", "lamb"), ("tp2-pp2", "lamb"))
-CELLS = [
-    pytest.param(layout, model, optimizer, marks=() if (layout, optimizer) in OFTEN else pytest.mark.slow)
-    for layout in LAYOUTS
-    for model, optimizer in (("llama tied, biases", "adamw"), ("gpt", "lamb"), ("gpt", "muon"))
-]
 
 
 @pytest.mark.parametrize(("layout", "model", "optimizer"), CELLS)

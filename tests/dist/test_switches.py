@@ -20,16 +20,11 @@ from shardwise.verify.canonical_values import canonical_weights
 from tests.dist import dense
 from tests.dist.checkpoints import make_trainer
 from tests.dist.test_zero import make_model
-from tests.dist.training import make_config
+from tests.dist.training import cases, make_config
 from tests.sweeps import few
 
-CELLS: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
-    (2, {"precision": {"mode": "mixed"}, "model": {"tie_word_embeddings": True}}),
-    (2, {"optimizer": {"zero": 0}, "train": {"bitwise": True}, "parallel": {"grain": 1}}),
-    (2, {"parallel": {"tensor": 2, "sequence": True}}),
-    (2, {"parallel": {"pipeline": 2}}),
-]
+CELLS = cases("switches")
+STEPS = 3
 
 
 @pytest.mark.parametrize(("world", "sections"), few(CELLS, CELLS[0]))
@@ -174,9 +169,6 @@ def test_what_changes_gradients_after_an_update_is_an_error() -> None:
     passes(model, optimizer)
     with pytest.raises(RuntimeError, match=r"a GradScaler must be left out with update_in_backward\(\)"):
         scaler.step(optimizer)
-
-
-STEPS = 3
 
 
 def train(sections: dict[str, Any], switches: tuple[str, ...]) -> tuple[list[Any], dict[str, Tensor], int]:

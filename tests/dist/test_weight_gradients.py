@@ -17,13 +17,8 @@ from shardwise.optim.buckets import Bucket
 from shardwise.verify.canonical_values import canonical_gradients
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import check, error, fill, mesh, random, results, run
-from tests.dist.training import make_config
+from tests.dist.training import cases, make_config
 from tests.sweeps import few
-
-BLOCKS = {"model": {"num_hidden_layers": 4}}
-COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
-PIPELINE = {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "optimizer": {"zero": 0}}
-ZBV = {**BLOCKS, "parallel": {"pipeline": 2, "schedule": "zbv"}, "optimizer": {"zero": 0}}
 
 
 def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[str, Tensor], list[float]]:
@@ -53,18 +48,7 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
     return added.call_count, reduced_in_backward, gradients, [trainer.step().loss for _ in range(2)]
 
 
-OVERLAP = {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "recompute": (1, {"train": {"recompute": "full"}}),
-    "TP 2": (2, {"parallel": {"tensor": 2, "sequence": True}}),
-    "PP 2": (2, PIPELINE),
-    "zbv": (2, ZBV),
-    "ZeRO-2": (2, {"optimizer": {"zero": 2}}),
-    "ZeRO-3 once a step": (2, {"optimizer": {"zero": 3, "reduce": "step"}}),
-    "overlap": (2, OVERLAP),
-    "compiled, PP 2, recompute": (2, COMPILED | PIPELINE | {"train": {"recompute": "full"}}),
-    "compiled, selective recompute": (1, COMPILED | {"train": {"recompute": "selective"}}),
-}
+CASES = cases("weight gradients")
 
 
 @pytest.mark.parametrize("case", few(CASES, "zbv", "overlap"))
@@ -115,12 +99,7 @@ def exact(sections: dict[str, Any]) -> dict[str, Tensor]:
         return trained(sections, True)[2]
 
 
-ROUNDED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (ZBV, BLOCKS),
-    ({"optimizer": {"zero": 2}}, {}),
-    ({"optimizer": {"zero": 3}}, {}),
-    (OVERLAP, {"parallel": {"tensor": 2, "sequence": True}}),
-]
+ROUNDED = cases("rounded gradients")
 
 
 @pytest.mark.parametrize(("sections", "plain"), few(ROUNDED, ROUNDED[2]))

@@ -29,6 +29,13 @@ Sections = dict[str, dict[str, Any]]
 """Of a configuration, by name."""
 MODELS: dict[str, Sections] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
 FAMILIES, FACTS, SPARSE = MODELS["families"], MODELS["facts"], MODELS["sparse"]
+_CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+
+
+def cases(test: str) -> Any:
+    """The cases of a test: values by name, or tuples of values."""
+    found = _CASES[test]
+    return found if isinstance(found, dict) else [tuple(case) for case in found]
 
 
 def sizes(

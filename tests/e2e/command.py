@@ -43,6 +43,7 @@ data: {dataset: tiny}
 log: {sample_tokens: 4}
 """
 """A recipe that trains in a moment."""
+Process: TypeAlias = subprocess.Popen[str] | warm.Job
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,6 @@ def environment(**variables: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     fixed = {"OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": _cache(), **hidden}
     return {**inherited, **fixed, **variables}
-
-
-Process: TypeAlias = subprocess.Popen[str] | warm.Job
 
 
 def _devices(arguments: list[str]) -> dict[str, str]:

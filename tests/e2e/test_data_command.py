@@ -20,6 +20,11 @@ from tests.unit.data.prepare.jobs import WORDS, texts
 from tests.unit.data.small_runs import json_lines
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXT_WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
+TRAINING = (
+    *("train", "gpt-tiny", "model.num_hidden_layers=2", "train.steps=2", "train.global_batch=4"),
+    *("train.sequence_length=32", "log.tensorboard=false", "data.path=a"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +194,6 @@ def test_a_killed_fetch_leaves_no_file_of_that_name(tmp_path: Path) -> None:
         shardwise("data", "fetch", site.url, "data.bin", at=tmp_path).succeeded()
     assert target.read_bytes() == content
     assert not part.exists()
-
-
-TEXT_WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
-TRAINING = (
-    *("train", "gpt-tiny", "model.num_hidden_layers=2", "train.steps=2", "train.global_batch=4"),
-    *("train.sequence_length=32", "log.tensorboard=false", "data.path=a"),
-)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,10 @@ from tests.loopback_hub import TOKEN, serve, user_of
 from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 
 TEXT = "In spring there lived a monk – naïve, 修道士.\n"
+CONFIG = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +27,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])])
     return {"vocab.json": json.dumps(model["vocab"]).encode(), "merges.txt": merges.encode(), "model.safetensors": b""}
-
-
-CONFIG = {
-    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
-}  # fmt: skip
 
 
 def test_a_model_of_the_hub_in_place_of_a_recipe(tmp_path: Path) -> None:

@@ -22,6 +22,11 @@ from tests.e2e.command import metrics, miniature, shardwise, within
 from tests.e2e.test_pages import assert_shown, blocks
 
 PAGE = (ROOT / "docs" / "outputs.md").read_text(encoding="utf-8")
+SMALL = ["log.tensorboard=false", "log.sample_tokens=0", "train.eval_batches=1"]
+STEPS = 12  # more than warm up
+MESSAGES = [{"role": "user", "content": "What does a baker make?"}, {"role": "assistant", "content": "Bread."}]
+FOLDER = ROOT / "docs" / "tutorials"
+TUTORIAL_PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 
 
 def shape(line: str) -> str:
@@ -46,11 +51,6 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
     shown = re.sub(r"\\\n +|^\.\.\.\n", "", block.shown, flags=re.MULTILINE).splitlines()
     assert len(shown) == 10
     assert [line for line in shown if shape(line) not in shapes] == [], "the page shows lines that are not printed"
-
-
-SMALL = ["log.tensorboard=false", "log.sample_tokens=0", "train.eval_batches=1"]
-STEPS = 12  # more than warm up
-MESSAGES = [{"role": "user", "content": "What does a baker make?"}, {"role": "assistant", "content": "Bread."}]
 
 
 def commands(heading: str) -> list[list[str]]:
@@ -92,10 +92,6 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert "⟦Bread.<|endoftext|>⟧" in shown
     assert "chat.jsonl: conversations, 1 file" in checked
     assert_shown(looks, shown + checked)
-
-
-FOLDER = ROOT / "docs" / "tutorials"
-TUTORIAL_PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 
 
 @pytest.mark.parametrize("recipe", ["bert-tiny", "gpt2-xl-tiny"])

@@ -57,6 +57,11 @@ _BLOCK = re.compile(
     r"^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
     re.MULTILINE,
 )
+ALL_FIVE = "docs/tutorials/all-five.md"
+"""What the tutorials share."""
+TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
+LANGUAGES = ("python", "yaml", "diff", "json", "toml")
+_PART = re.compile(r"^## (?P<heading>.*)\n|^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -192,11 +197,6 @@ def test_every_command_runs(page: str, tmp_path: Path) -> None:
         assert_healthy(block, code, out, err)
 
 
-ALL_FIVE = "docs/tutorials/all-five.md"
-"""What the tutorials share."""
-TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
-
-
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_begins_small_and_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
     """Or on what a run fetches from the hub by its id."""
@@ -234,10 +234,6 @@ def test_a_block_that_another_test_runs_names_that_test(test: str) -> None:
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}, (
         f"{file} has no {name}"
     )
-
-
-LANGUAGES = ("python", "yaml", "diff", "json", "toml")
-_PART = re.compile(r"^## (?P<heading>.*)\n|^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```", re.MULTILINE)
 
 
 def programs(page: str) -> Iterator[tuple[str, str, str]]:

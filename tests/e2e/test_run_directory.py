@@ -25,6 +25,7 @@ STEP_FIELDS = [
     "peak_memory_bytes", "loss_spike", "split_seconds", "waited_seconds", "communication_bytes", "memory_bytes",
     "straggler",
 ]  # fmt: skip
+RECIPES = ["glm4-moe-tiny", "llama2-tiny", "mixtral-tiny", "olmoe-tiny", "qwen3-moe-tiny"]
 
 
 def test_results_are_what_watchers_read(trained: Trained) -> None:
@@ -178,9 +179,6 @@ def test_the_same_layout_trains_the_same_bits(trained: Trained, tmp_path: Path) 
     results = json.loads((run / "results.json").read_text())
     assert results["steps"] == 3
     assert (tmp_path / "runs/latest").resolve() == run
-
-
-RECIPES = ["glm4-moe-tiny", "llama2-tiny", "mixtral-tiny", "olmoe-tiny", "qwen3-moe-tiny"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tests.dist.training import FACTS, FAMILIES, make_config
 CPU = torch.device("cpu")
 # torch itself does so where it traces an autograd function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+TOKENS, HIDDEN, WIDTH, RANKS = 512, 4096, 11008, 8
 
 
 @pytest.fixture
@@ -88,9 +89,6 @@ def test_the_number_of_graphs_is_that_of_kinds(model: dict[str, Any], units: lis
     for every, modes in ((0, (True,)), (2, (True, False))):
         config = make_config(model=SIZES | model, train={"eval_every": every})
         assert planned_graphs(config.model, config.train) == [(unit, mode) for unit in units for mode in modes]
-
-
-TOKENS, HIDDEN, WIDTH, RANKS = 512, 4096, 11008, 8
 
 
 @pytest.fixture

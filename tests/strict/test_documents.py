@@ -30,6 +30,10 @@ SAMPLES = {
     DocumentSizes(8, 299): [[0, 7, 30], [0, 1], [0, 1, 280]],
     DocumentSizes(303, 299): [[*range(300)], [0, 1], [0]],
 }
+CELLS = small(
+    Cell("llama", tensor=2, sequence=True, recompute="selective", documents=True),
+    Cell("qwen3", schedule="1f1b", pipeline=2, recompute="full", documents=True),
+)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentsMask) -> torch.Tensor:
@@ -71,12 +75,6 @@ def test_attention_is_that_of_a_dense_mask(window: int | None, compiles: bool, s
 def trained(cell: Cell) -> tuple[list[float], Counter[str]]:
     flash_attention.calls.clear()
     return cells.measure(cell, STEPS).losses, flash_attention.calls
-
-
-CELLS = small(
-    Cell("llama", tensor=2, sequence=True, recompute="selective", documents=True),
-    Cell("qwen3", schedule="1f1b", pipeline=2, recompute="full", documents=True),
-)
 
 
 @pytest.mark.parametrize("cell", [CELLS[0], pytest.param(CELLS[1], marks=pytest.mark.slow)], ids=lambda cell: cell.name)

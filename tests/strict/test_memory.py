@@ -36,6 +36,8 @@ CELLS = [
         for mode in ("float32", "mixed", "bfloat16")
     ]
 ]
+WAITS = {"StepMeters.read": 1}
+"""By the function that makes the host wait."""
 CELLS.append(pytest.param("llama", None, "none", "mixed, bfloat16 moments", id="bfloat16 moments"))
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "DP 2, ZeRO": (2, {}, 1),
@@ -82,10 +84,6 @@ def test_layouts(layout: str, model: str, recompute: str, strict: Pools) -> None
     world, parallel, zero = LAYOUTS[layout]
     sections = {"parallel": parallel, "optimizer": {"zero": zero}}
     compare(strict(world), world, model, None, recompute, "mixed", **sections)
-
-
-WAITS = {"StepMeters.read": 1}
-"""By the function that makes the host wait."""
 
 
 def step(config: Config, default: bool) -> device.Counters:

@@ -33,6 +33,13 @@ from tests.strict import build
 from tests.strict.ranks import OnDevice
 
 scaled = loops.test_all_ranks_skip_a_scaled_step_that_is_not_finite_on_one
+# `env`: in processes of their own, as those kept warm have imported torch without the device.
+TORCHRUN = ("/usr/bin/env", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+PLAIN = "dist.init_process_group()"
+STAGES = (("model.embed_tokens.", "model.layers.0."), ("model.layers.1.", "model.norm.", "lm_head."))
+"""How the names of their parameters start."""
+EVERYTHING = ("",)
+PIPELINE = {"pipeline": 2, "schedule": "1f1b"}
 
 
 @pytest.mark.parametrize(
@@ -101,11 +108,6 @@ def test_copies_that_drift_apart_are_found(strict: Pools) -> None:
     assert said == [f"{text} (`shardwise explain drifted-parameters`)"] * 2
 
 
-# `env`: in processes of their own, as those kept warm have imported torch without the device.
-TORCHRUN = ("/usr/bin/env", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-PLAIN = "dist.init_process_group()"
-
-
 def run(script: str, at: Path, **variables: str) -> Outcome:
     done = shardwise(script, at=at, program=TORCHRUN, timeout=60, **build.variables(), **variables)
     assert done.code == 0, done.err
@@ -157,12 +159,6 @@ def test_the_examples(tmp_path: Path) -> None:
     said = run(str(SCRIPT), tmp_path).out
     assert float(said.split()[-1]) == pytest.approx(reference()[1], rel=1e-5)
     run(str(ROOT / "examples/own_model/verify.py"), tmp_path)
-
-
-STAGES = (("model.embed_tokens.", "model.layers.0."), ("model.layers.1.", "model.norm.", "lm_head."))
-"""How the names of their parameters start."""
-EVERYTHING = ("",)
-PIPELINE = {"pipeline": 2, "schedule": "1f1b"}
 
 
 def trainer_of(config: Config, frozen: tuple[str, ...]) -> Trainer:

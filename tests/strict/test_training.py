@@ -31,6 +31,7 @@ CELLS = small(
     Cell("llama", tensor=2, sequence=True, matmul="fp8"),
 )
 OFTEN = (CELLS[1], CELLS[3], CELLS[4])
+MODES: list[dict[str, Any]] = [{}, {"precision": {"mode": "mixed"}}]
 
 
 def compare(found: list[float], wanted: list[float], tolerance: float = 1e-6) -> None:
@@ -98,9 +99,6 @@ def test_a_sparse_model_trains_as_on_the_cpu(sections: dict[str, Any], strict: P
     for records in strict(2).run(go_on, sections, None, 4, None):
         assert [loss for loss, _ in records] == pytest.approx([loss for loss, _ in curve()], rel=1e-5)
         assert [experts.lines for _, experts in records] == [experts.lines for _, experts in curve()]
-
-
-MODES: list[dict[str, Any]] = [{}, {"precision": {"mode": "mixed"}}]
 
 
 @pytest.mark.parametrize("sections", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])

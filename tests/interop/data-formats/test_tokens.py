@@ -16,6 +16,8 @@ from tests.interop.data_formats_texts import NUMBER, SHARED, documents
 from tests.unit.data.small_runs import sized
 
 VOCABULARY = 131_072
+LLM_C = {"gpt-2": (20240520, 1, np.uint16, 50256), "llama-3": (20240801, 7, np.uint32, 128000)}
+"""llm.c's header of each model, as its `write_datafile` writes it (dev/data/data_common.py), and the separator."""
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +143,6 @@ def test_datatrove(eos: str | None, texts: list[str], tokenizer: Path, rows: lis
         DataError, match=r"data\.tokenizer \(.*other, .*\) must be the tokenizer that .*\.metadata names"
     ):
         read(tmp_path, tmp_path / "plain", tokenizer=str(other))
-
-
-LLM_C = {"gpt-2": (20240520, 1, np.uint16, 50256), "llama-3": (20240801, 7, np.uint32, 128000)}
-"""llm.c's header of each model, as its `write_datafile` writes it (dev/data/data_common.py), and the separator."""
 
 
 @pytest.mark.parametrize("model", LLM_C)
