@@ -23,7 +23,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights, step_with_gradients
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FACTS, FAMILIES, SPARSE, make_config, make_data, sizes, uncount
+from tests.dist.training import FACTS, FAMILIES, SPARSE, cases, make_config, make_data, sizes, uncount
 
 EVAL_BATCHES = 2
 STEPS = 2
@@ -242,6 +242,11 @@ def _drawn(generator: random.Random) -> dict[str, Any]:
     return values
 
 
+def cells_of(test: str) -> list[Cell]:
+    rows: list[dict[str, Any]] = cases(test)
+    return [Cell(**row | ({"stages": tuple(row["stages"])} if "stages" in row else {})) for row in rows]
+
+
 def small(*cells: Cell) -> tuple[Cell, ...]:
     """The cells with few blocks and samples, since each collective of tensor parallelism takes milliseconds.
 
@@ -293,32 +298,8 @@ def pipelines() -> list[Cell]:
     return [replace(c, layers=8, batch=max(8, 2 * c.pipeline * c.data)) for c in cells if c.world <= 8]
 
 
-COVERING = small(
-    Cell(
-        "gpt_neox", tensor=2, sequence=True, data=2, zero=1, recompute="full", optimizer="lamb", documents=True,
-        uneven=True,
-    ),
-    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, context_keys="ring"),
-    Cell(
-        "bert", schedule="interleaved", pipeline=2, tensor=2, sequence=True, overlap="pieces", recompute="selective",
-        dropout=True,
-    ),
-    Cell("gpt", variant=True, schedule="gpipe", pipeline=4, recompute="selective", documents=True, uneven=True),
-    Cell("llama", variant=True, schedule="zbv", pipeline=2, context=2, dropout=True, documents=True),
-    Cell("gpt", schedule="1f1b", pipeline=2, data=2, recompute="selective", dropout=True),
-    Cell("gpt_neox", context=4, context_keys="ring", recompute="full"),
-    Cell("llama", schedule="interleaved_zero_bubble", pipeline=4, optimizer="lamb", uneven=True),
-    Cell("bert", data=4, dropout=True),
-    Cell("llama", variant=True, tensor=4, sequence=True, overlap="pieces", optimizer="lamb", documents=True),
-)  # fmt: skip
-"""Each choice of the array occurs in one of them."""
-EIGHT_RANKS = small(
-    Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
-    Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
-    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", zero=1, uneven=True),
-    Cell("qwen3", context=8, context_keys="ring", zero=1, recompute="selective", documents=True),
-)
-"""Ranks that share samples beside all other axes."""
+COVERING = small(*cells_of("covering cells"))
+EIGHT_RANKS = small(*cells_of("cells of eight ranks"))
 
 
 @dataclass

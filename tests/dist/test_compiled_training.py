@@ -24,13 +24,12 @@ from shardwise.train.compile.graph_cache import GraphCache
 from shardwise.train.compile.run_graphs import RunGraphs
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import FACTS, FAMILIES, MODEL, make_config, make_data
+from tests.dist.training import FAMILIES, MODEL, cases, make_config, make_data
 from tests.sweeps import few
 
 SIZES = {name: value for name, value in MODEL.items() if name not in ("family", "num_key_value_heads")}
 GPT_DROPOUT = {"family": "gpt", **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"), 0.1)}
-BERT_DROPOUT = {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-TENSOR, SEQUENCE, PIPELINE = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}
+SEQUENCE = {"tensor": 2, "sequence": True}
 UNITS = (BLOCK, HEAD)
 
 
@@ -64,20 +63,7 @@ class Cell:
 
 
 OFTEN = "gpt, TP 2 + SP, invariant dropout"
-CELLS = {
-    OFTEN: Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant"),
-    "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
-    "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),
-    "llama, TP 2 + SP, fp8": Cell(FAMILIES["llama"], SEQUENCE, matmul="fp8"),
-    "llama, CP 2, fp8": Cell(FAMILIES["llama"], {"context": 2}, matmul="fp8"),
-    "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
-    "llama, TP 2, selective, documents": Cell(FAMILIES["llama"], TENSOR, recompute="selective", documents=True),
-    "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
-    "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),
-    "llama, DP 2, whole optimizer state": Cell(FAMILIES["llama"], {}, zero=0),
-    "gemma3, PP 2": Cell(FACTS["gemma3"], PIPELINE, layers=4, units=3),
-    "gpt_neox, DP 2, documents": Cell(FAMILIES["gpt_neox"], {}, documents=True),
-}
+CELLS = {name: Cell(**keys) for name, keys in cases("compiled").items()}
 
 
 def losses(
@@ -134,7 +120,7 @@ def test_compiled_training_has_the_losses_of_eager_training(name: str, ranks: An
 def generated() -> tuple[float, int]:
     """The relative difference of a step's loss from the eager one, and the graphs that 12 more tokens take."""
     torch._dynamo.reset()
-    cell = Cell(FAMILIES["llama"], TENSOR)
+    cell = Cell(FAMILIES["llama"], {"tensor": 2})
     eager, trainer = (
         build_trainer(cell.config(backend, 4), shared_mesh(2), make_data(length=16)) for backend in (None, "aot_eager")
     )

@@ -35,7 +35,7 @@ _CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").r
 def cases(test: str) -> Any:
     """The cases of a test: values by name, or tuples of values."""
     found = _CASES[test]
-    return found if isinstance(found, dict) else [tuple(case) for case in found]
+    return [tuple(case) if isinstance(case, list) else case for case in found] if isinstance(found, list) else found
 
 
 def sizes(

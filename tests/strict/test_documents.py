@@ -11,7 +11,7 @@ from shardwise.config import check_layout
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.masks import AttentionMask, DocumentSizes, DocumentsMask
 from tests.dist import cells
-from tests.dist.cells import Cell, small
+from tests.dist.cells import Cell, cells_of, small
 from tests.dist.test_memory import configuration
 from tests.dist.training import make_config
 from tests.rank_pool import Pools
@@ -30,10 +30,7 @@ SAMPLES = {
     DocumentSizes(8, 299): [[0, 7, 30], [0, 1], [0, 1, 280]],
     DocumentSizes(303, 299): [[*range(300)], [0, 1], [0]],
 }
-CELLS = small(
-    Cell("llama", tensor=2, sequence=True, recompute="selective", documents=True),
-    Cell("qwen3", schedule="1f1b", pipeline=2, recompute="full", documents=True),
-)
+CELLS = small(*cells_of("documents of the strict device"))
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentsMask) -> torch.Tensor:

@@ -12,7 +12,7 @@ from shardwise.distributed.mesh import Group, Mesh
 from tests.dist import cells
 from tests.dist import test_bits as bits
 from tests.dist import test_switches as switches
-from tests.dist.cells import Cell, small
+from tests.dist.cells import Cell, cells_of, small
 from tests.dist.test_compiled_training import GPT_DROPOUT, SEQUENCE, losses
 from tests.dist.test_compiled_training import Cell as CompiledCell
 from tests.dist.test_experts import curve, go_on
@@ -22,14 +22,7 @@ from tests.strict import ranks
 from tests.sweeps import few
 
 STEPS = 3
-CELLS = small(
-    Cell("llama"),
-    Cell("llama", tensor=2, sequence=True),
-    Cell("llama", tensor=2, sequence=True, overlap="pieces"),
-    Cell("gpt", data=2, zero=1),
-    Cell("llama", schedule="1f1b", pipeline=2),
-    Cell("llama", tensor=2, sequence=True, matmul="fp8"),
-)
+CELLS = small(*cells_of("cells of the strict device"))
 OFTEN = (CELLS[1], CELLS[3], CELLS[4])
 MODES: list[dict[str, Any]] = [{}, {"precision": {"mode": "mixed"}}]
 
