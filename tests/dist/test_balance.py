@@ -26,15 +26,13 @@ from shardwise.train.mean_loss import mean_over_targets
 from shardwise.verify.canonical_values import canonical_gradients, gradient_errors, step_with_gradients
 from tests.dist.dense import run
 from tests.dist.test_experts import SCALE, SIZES, B, S, batch
-from tests.dist.training import SPARSE, Sections, cases, make_config, make_data
+from tests.dist.training import SPARSE, Sections, make_config, make_data, named
 from tests.sweeps import few
 
 COEFFICIENTS = {"sequence": 0.05, "batch": 0.07, "pooled": 0.03, "z": 0.002}
 SAMPLES = 8
 Step = tuple[float, dict[str, float], dict[str, Tensor]]
 """The loss, each objective, and the gradient of each canonical tensor."""
-LAYOUTS = cases("balance")
-OFTEN = ("one process", "EP 2, full recompute", "TP 2 + SP, CP 2")
 
 
 def coefficients(family: str) -> dict[str, float]:
@@ -113,9 +111,12 @@ def check(found: Sequence[Step], family: str) -> None:
         assert all(error < 1e-6 for name, error in errors.items() if name.endswith("gate.weight"))
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, *OFTEN))
-def test_a_layout_has_the_values_and_gradients_of_the_formulas(name: str, ranks: Any) -> None:
-    world, family, sections = LAYOUTS[name]
+@pytest.mark.parametrize(
+    ("world", "family", "sections"), named("balance", "one process", "EP 2, full recompute", "TP 2 + SP, CP 2")
+)
+def test_a_layout_has_the_formulas_values_and_gradients(
+    world: int, family: str, sections: Sections, ranks: Any
+) -> None:
     check(run(ranks, world, step, family, sections), family)
 
 

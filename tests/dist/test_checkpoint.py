@@ -29,7 +29,7 @@ from tests.dist.checkpoints import (
     step_folder,
 )
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import FACTS, cases, make_config, sizes
+from tests.dist.training import cases, make_config, named, sizes
 from tests.hugging_face import open_folder
 from tests.sweeps import few
 
@@ -38,6 +38,7 @@ COLLECTIVES_WAIT = 59.0
 """Seconds for which a collective waits for a rank at least: `RankPool` sets a minute."""
 OF_BLOCKS = cases("models of checkpoints")
 PIPELINES = cases("checkpoints")
+OFTEN = ("TP 2 + SP × DP 2, mixed, past an epoch", "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16")
 PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
 PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
 PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
@@ -99,37 +100,14 @@ def test_reshard(
     assert not differences(back.state, wanted.state), "written by this layout, read by one process"
 
 
-SIZES = sizes(131, 32, 64, heads=4)
-GPT = SIZES | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-SAME_LAYOUT = {
-    "one process": (1, config_of(), 2),
-    "dropout, accumulation": (2, config_of(model=GPT, train={"micro_batch": 1, "dropout_mode": "fast"}), 2),
-    "TP 2 + SP × DP 2, mixed, past an epoch": (  # of 64 samples: 2 steps
-        4,
-        config_of(2, True, mode="mixed", train={"global_batch": 32, "micro_batch": 16}),
-        3,
-    ),
-    "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16": (
-        4,
-        config_of(2, zero=0, mode="bfloat16", optimizer={"name": "lamb", "weight_decay": 0.01}),
-        2,
-    ),
-    "olmo2, TP 2 × DP 2": (4, config_of(2, zero=3, model=SIZES | FACTS["olmo2"], mode="bfloat16"), 2),
-    "TP 2 × PP 2 in a V, dropout": (
-        4,
-        config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),
-        2,
-    ),
-}  # fmt: skip
-
-
-OFTEN = ("TP 2 + SP × DP 2, mixed, past an epoch", "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16")
-
-
-@pytest.mark.parametrize("case", few(SAME_LAYOUT, *OFTEN))
-def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "before", "keys"), named("same layout", *OFTEN))
+def test_resume_at_the_same_layout_is_exact(
+    size: int, before: int, keys: dict[str, Any], ranks: Any, tmp_path: Path
+) -> None:
     """Losses and state after a resume equal those of the run that went on, to the bit."""
-    size, config, before = SAME_LAYOUT[case]
+    if "model" in keys:
+        keys = keys | {"model": sizes(131, 32, 64, heads=4) | keys["model"]}
+    config = config_of(**keys)
     whole, *_ = on_ranks(ranks, size, run, config, before, STEPS_AFTER, None, str(tmp_path))
     assert whole.saved[0].problem is None, whole.saved[0].problem
     resumed, *_ = on_ranks(ranks, size, run, config, STEPS_AFTER, 0, step_folder(tmp_path, before), None)
@@ -194,7 +172,7 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
 
     GPT stores its weights transposed, so that a rank's part is many short runs of bytes.
     """
-    model = GPT | sizes(1024, 256, 768, heads=4)
+    model = OF_BLOCKS["gpt"]["model"] | sizes(1024, 256, 768, heads=4)
     writing = config_of(2, True, model=model, optimizer={"bucket_mib": 25.0})
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
     state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())

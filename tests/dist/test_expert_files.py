@@ -28,7 +28,7 @@ from shardwise_use.importing.hugging_face import open_hugging_face
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
 from tests.dist.dense import run
 from tests.dist.test_experts import SIZES, V
-from tests.dist.training import SPARSE, make_data
+from tests.dist.training import SPARSE, make_data, named
 from tests.hugging_face import described
 from tests.sweeps import few
 
@@ -37,12 +37,6 @@ OFTEN = ("glm4_moe",)
 PROMPT = [5, 9, 2, 40, 11]
 REQUESTS = [ScoreRequest([1, 2, 3, 4, 5, 6, 7][: 3 + number % 5], 1 + number % 2) for number in range(5)]
 TEXTS = [TextRequest([7, number], 2 + 3 * number, ["END"], temperature=0.8) for number in range(3)]
-LAYOUTS = [
-    pytest.param(2, {"expert": 2}, id="EP 2"),
-    pytest.param(4, {"expert": 2, "tensor": 2}, id="EP 2, TP 2", marks=pytest.mark.slow),
-    pytest.param(4, {"expert": 2, "pipeline": 2}, id="EP 2, PP 2", marks=pytest.mark.slow),
-    pytest.param(4, {"expert": 2}, id="DP 4, EP 2", marks=pytest.mark.slow),
-]
 
 
 def written(family: str, folder: Path, *, fused: bool, **keys: Any) -> Any:
@@ -227,7 +221,7 @@ def alone() -> tuple[list[int], list[int], list[Any], list[str], float]:
     return use(folder(), {})
 
 
-@pytest.mark.parametrize(("world", "parallel"), LAYOUTS)
+@pytest.mark.parametrize(("world", "parallel"), named("use of experts", "EP 2"))
 def test_a_model_in_use_is_that_of_one_process(world: int, parallel: dict[str, int], ranks: Any) -> None:
     likeliest, drawn, scores, texts, loss = alone()
     answers = run(ranks, world, use, folder(), parallel)

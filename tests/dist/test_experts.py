@@ -30,18 +30,14 @@ from shardwise.verify.canonical_values import canonical_weights, gradient_errors
 from tests.dist.checkpoints import load, save
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
-from tests.dist.training import SPARSE, Sections, cases, make_config, make_data, sizes
-from tests.sweeps import few
+from tests.dist.training import SPARSE, Sections, make_config, make_data, named, sizes
 
 S, B, V = 16, 4, 61
 SIZES = sizes(V, 32, 48, layers=3, heads=4, positions=64)
 SCALE = 5.0  # of the weights, so that routers choose clearly
-TRAININGS = cases("experts")
 LR, DECAY = 1e-2, 0.1
 STEPS = 3
 Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
-ONE = "EP 4, ZeRO-2, all tokens at one expert"
-LAYOUTS = cases("idle experts")
 
 
 def make(family: str) -> Llama:
@@ -168,9 +164,10 @@ def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: A
     check(found, curve())
 
 
-@pytest.mark.parametrize("name", few(TRAININGS, *(name for name in TRAININGS if "copies" in name)))
-def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
-    world, sections = TRAININGS[name]
+@pytest.mark.parametrize(("world", "sections"), named("experts", "EP 2 of DP 4, ZeRO-2 with copies"))
+def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(
+    world: int, sections: Sections, tmp_path: Path, ranks: Any
+) -> None:
     halfway = str(tmp_path / "step-00000002")
     for found in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
         check(found, curve()[:2])
@@ -304,10 +301,13 @@ def alone(family: str, optimizer: str, length: int, per_token: int) -> Found:
     return train(family, {"optimizer": {"name": optimizer}}, length, per_token)
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, ONE))
-def test_experts_without_a_token_decay_as_in_one_process(name: str, ranks: Any) -> None:
-    family, optimizer, length, sections = LAYOUTS[name]
-    per_token = 1 if name == ONE else 2
+@pytest.mark.parametrize(
+    ("family", "optimizer", "length", "per_token", "sections"),
+    named("idle experts", "EP 4, ZeRO-2, all tokens at one expert"),
+)
+def test_experts_without_a_token_decay_as_in_one_process(
+    family: str, optimizer: str, length: int, per_token: int, sections: Sections, ranks: Any
+) -> None:
     sections = sections | {"optimizer": sections["optimizer"] | {"name": optimizer}}
     losses, gradients, before, after = alone(family, optimizer, length, per_token)
     idle = [weight for weight in before if any(f".experts.{number}." in weight for number in (3, 7))]

@@ -17,7 +17,7 @@ from shardwise.optim.buckets import Bucket
 from shardwise.verify.canonical_values import canonical_gradients
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import check, error, fill, mesh, random, results, run
-from tests.dist.training import cases, make_config
+from tests.dist.training import Sections, cases, make_config, named
 from tests.sweeps import few
 
 
@@ -48,12 +48,8 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
     return added.call_count, reduced_in_backward, gradients, [trainer.step().loss for _ in range(2)]
 
 
-CASES = cases("weight gradients")
-
-
-@pytest.mark.parametrize("case", few(CASES, "zbv", "overlap"))
-def test_gradients_and_their_order_are_those_of_autograd(case: str, ranks: Any) -> None:
-    world, sections = CASES[case]
+@pytest.mark.parametrize(("world", "sections"), named("weight gradients", "zbv", "overlap"))
+def test_gradients_and_their_order_are_those_of_autograd(world: int, sections: Sections, ranks: Any) -> None:
     added, plain = (ranks(world).run(trained, sections, adds) for adds in (True, False))
     for found, wanted in zip(added, plain, strict=True):
         assert found[0] > 0

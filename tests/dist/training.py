@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import yaml
 
@@ -36,6 +37,12 @@ def cases(test: str) -> Any:
     """The cases of a test: values by name, or tuples of values."""
     found = _CASES[test]
     return [tuple(case) if isinstance(case, list) else case for case in found] if isinstance(found, list) else found
+
+
+def named(test: str, *often: str) -> list[Any]:
+    """Parameters of the cases of a test, whose names are the ids; those that are not among `often` are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(*case, id=name, marks=() if name in often else slow) for name, case in cases(test).items()]
 
 
 def sizes(

@@ -13,7 +13,7 @@ from shardwise.estimates.memory import memory_by_rank
 from shardwise.optim.bucket_layout import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
 from tests.dist.checkpoints import make_trainer
 from tests.dist.test_memory import RECOMPUTE, configuration
-from tests.dist.training import FAMILIES, Sections, make_config
+from tests.dist.training import FAMILIES, Sections, make_config, named
 from tests.rank_pool import Pools, RankPool
 from tests.strict import device
 from tests.strict.ranks import default_device, step_peak
@@ -39,15 +39,6 @@ CELLS = [
 WAITS = {"StepMeters.read": 1}
 """By the function that makes the host wait."""
 CELLS.append(pytest.param("llama", None, "none", "mixed, bfloat16 moments", id="bfloat16 moments"))
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
-    "DP 2, ZeRO": (2, {}, 1),
-    "DP 2": (2, {}, 0),
-    "TP 2": (2, {"tensor": 2}, 0),
-    "TP 2 + SP": (2, {"tensor": 2, "sequence": True}, 0),
-    "TP 2 + SP gathered again, DP 2, ZeRO": (4, {"tensor": 2, "sequence": True, "sequence_regather": True}, 1),
-    "PP 2": (2, {"pipeline": 2, "schedule": "1f1b"}, 0),
-}
-"""Ranks, the section `parallel` and `optimizer.zero`."""
 
 
 def compare(
@@ -78,10 +69,8 @@ def test_a_device_allocates_what_cost_has(
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model", ["llama", "bert"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.slow
-def test_layouts(layout: str, model: str, recompute: str, strict: Pools) -> None:
-    world, parallel, zero = LAYOUTS[layout]
+@pytest.mark.parametrize(("world", "parallel", "zero"), named("layouts of memory"))
+def test_layouts(world: int, parallel: dict[str, Any], zero: int, model: str, recompute: str, strict: Pools) -> None:
     sections = {"parallel": parallel, "optimizer": {"zero": zero}}
     compare(strict(world), world, model, None, recompute, "mixed", **sections)
 
@@ -108,22 +97,7 @@ def step(config: Config, default: bool) -> device.Counters:
 )
 @pytest.mark.parametrize(
     ("world", "sections"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        (1, {"model": {"attention_dropout": 0.1}, "train": {"dropout_mode": "invariant", "recompute": "full"}}),
-        (2, {"parallel": {"tensor": 2, "sequence": True}}),
-        (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
-        pytest.param(2, {"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
-        (2, {"optimizer": {"zero": 3}}),
-    ],
-    ids=[
-        "one rank",
-        "invariant dropout, full recompute",
-        "TP 2 and sequence parallelism",
-        "PP 2",
-        "DP 2 with ZeRO-1",
-        "DP 2 with ZeRO-3",
-    ],
+    named("waits", "invariant dropout, full recompute", "TP 2 and sequence parallelism", "PP 2", "DP 2 with ZeRO-3"),
 )
 def test_waits_of_a_step(world: int, sections: Sections, default: bool, strict: Pools) -> None:
     """Once on each rank, whatever the number of micro-batches."""

@@ -16,7 +16,7 @@ from shardwise.optim.lamb import LAMB
 from shardwise.optim.state_hash import StateSums
 from shardwise.train.step_meters import state_bytes_by_kind
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
-from tests.dist.training import Sections, make_config
+from tests.dist.training import Sections, make_config, named
 from tests.rank_pool import Pools
 
 STEPS = 4
@@ -107,21 +107,7 @@ def train_and_resume(config: Config, root: str) -> tuple[list[float], list[float
     return losses, again, *sums
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [
-        (2, {"optimizer": {"zero": 3}, "precision": {"mode": "mixed"}}),
-        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "model": {"tie_word_embeddings": True}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(4, {"parallel": {"replicate": 2}, "optimizer": {"zero": 2}}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer": {"zero": 0}}, marks=pytest.mark.slow),
-    ],
-    ids=["ZeRO-3, mixed", "TP 2 and sequence parallelism", "PP 2, tied", "ZeRO-2, replicate 2", "ZeRO-0"],
-)
+@pytest.mark.parametrize(("world", "sections"), named("offload", "ZeRO-3, mixed"))
 def test_a_training_is_saved_and_goes_on_the_same(
     world: int, sections: Sections, strict: Pools, tmp_path: Path
 ) -> None:

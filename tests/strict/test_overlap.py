@@ -12,7 +12,7 @@ from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
 from tests.dist.checkpoints import make_trainer
-from tests.dist.training import FAMILIES, MODEL, Sections, make_config
+from tests.dist.training import MODEL, Sections, make_config, named
 from tests.rank_pool import Pools
 
 STEPS = 3
@@ -60,20 +60,7 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
     return losses, late, [p.detach().cpu() for p in trainer.model.parameters()], events
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(
-            2, {"model": {"tie_word_embeddings": True}, "train": {"recompute": "full"}}, marks=pytest.mark.slow
-        ),
-        pytest.param(2, {"model": SIZES | FAMILIES["bert"]}, marks=pytest.mark.slow),
-        pytest.param(2, {"model": SIZES | FAMILIES["gpt_neox"]}, marks=pytest.mark.slow),
-        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
-        (4, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
-    ],
-    ids=["DP 2", "tied, full recompute", "BERT", "GPT-NeoX", "TP 2 and sequence parallelism", "PP 2"],
-)
+@pytest.mark.parametrize(("world", "sections"), named("gathers", "PP 2"))
 def test_gathers_end_before_parameters_are_read(world: int, sections: Sections, strict: Pools) -> None:
     """While a collective runs, the strict device shows NaN in its tensors."""
     optimizer = {"zero": 1, "bucket_mib": 0.02}

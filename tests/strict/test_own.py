@@ -25,7 +25,7 @@ from tests.dist import test_own_loop as loops
 from tests.dist import test_own_training as training
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.own_models import Plain
-from tests.dist.training import make_config
+from tests.dist.training import make_config, named
 from tests.e2e.command import Outcome, shardwise
 from tests.e2e.test_user_script import SCRIPT, reference
 from tests.rank_pool import Pools
@@ -115,20 +115,7 @@ def run(script: str, at: Path, **variables: str) -> Outcome:
 
 
 @pytest.mark.usefixtures("strict")
-@pytest.mark.parametrize(
-    ("name", "like_cuda", "backends"),
-    [
-        pytest.param("zero1.py", "1", "", id="ZeRO-1", marks=pytest.mark.slow),
-        pytest.param(
-            "zero1.py",
-            "0",
-            '"cpu:gloo,strict:strictccl"',
-            id="ZeRO-1, unlike CUDA, a backend for each device",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("layers.py", "0", "", id="layers, unlike CUDA", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "like_cuda", "backends"), named("loops of the README"))
 def test_the_readmes_loops(name: str, like_cuda: str, backends: str, tmp_path: Path) -> None:
     assert PLAIN in SCRIPTS[name]
     (tmp_path / name).write_text(SCRIPTS[name].replace(PLAIN, f"{PLAIN[:-1]}{backends})"), encoding="utf-8")

@@ -10,22 +10,14 @@ import torch
 from shardwise.config import Config
 from shardwise_use.generation import TokenSampler, generate_tokens
 from tests.dist.checkpoints import PLACE, canonical_state, load, make_saver, make_trainer, run, save, step_folder
-from tests.dist.test_compiled_training import SIZES
-from tests.dist.training import Sections, make_config
+from tests.dist.training import Sections, make_config, named
 from tests.rank_pool import Pools
 from tests.strict.ranks import default_device
 
 BEFORE, AFTER = 2, 2
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision", "others"),
-    [
-        ({"tensor": 2, "sequence": True}, "float32", [{}, {"pipeline": 2, "schedule": "1f1b"}]),
-        pytest.param({}, "mixed", [], marks=pytest.mark.slow),
-    ],
-    ids=["TP 2 and sequence parallelism", "DP 2, mixed"],
-)
+@pytest.mark.parametrize(("layout", "precision", "others"), named("resumes", "TP 2 and sequence parallelism"))
 def test_a_resumed_training_goes_on_the_same(
     layout: dict[str, object], precision: str, others: list[dict[str, object]], strict: Pools, tmp_path: Path
 ) -> None:
@@ -110,16 +102,7 @@ def save_behind_steps(config: Config, root: str, waits: bool) -> tuple[str | Non
     return saver.finished()[0].problem, state, canonical_state(resumed)
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [
-        pytest.param(1, {"precision": {"mode": "mixed"}}, marks=pytest.mark.slow),
-        (2, {"precision": {"mode": "mixed"}, "optimizer": {"zero": 3}}),
-        pytest.param(2, {"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
-        pytest.param(1, {"model": {**SIZES, "family": "gpt", "num_hidden_layers": 6}}, marks=pytest.mark.slow),
-    ],
-    ids=["mixed", "ZeRO-3, mixed", "TP 2", "gpt, whose QKV is put together"],
-)
+@pytest.mark.parametrize(("world", "sections"), named("copies", "ZeRO-3, mixed"))
 def test_copies_run_behind_the_next_step(world: int, sections: Sections, strict: Pools, tmp_path: Path) -> None:
     """The next update waits for them on the device: what is saved is the state of the step that was saved."""
     config = make_config(**sections)

@@ -13,10 +13,10 @@ from tests.dist import cells
 from tests.dist import test_bits as bits
 from tests.dist import test_switches as switches
 from tests.dist.cells import Cell, cells_of, small
-from tests.dist.test_compiled_training import GPT_DROPOUT, SEQUENCE, losses
 from tests.dist.test_compiled_training import Cell as CompiledCell
+from tests.dist.test_compiled_training import losses
 from tests.dist.test_experts import curve, go_on
-from tests.dist.training import FACTS, FAMILIES
+from tests.dist.training import named
 from tests.rank_pool import Pools, RankPool
 from tests.strict import ranks
 from tests.sweeps import few
@@ -58,21 +58,12 @@ def test_mixed_precision_is_near_that_of_the_cpu(strict: Pools) -> None:
     compare(strict(2).run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses, 5e-4)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(CompiledCell(FAMILIES["llama"], SEQUENCE), marks=pytest.mark.slow),
-        pytest.param(
-            CompiledCell(GPT_DROPOUT, SEQUENCE, dropout="invariant", recompute="full"), marks=pytest.mark.slow
-        ),
-        pytest.param(CompiledCell(FACTS["qwen3"], SEQUENCE, documents=True, units=3), marks=pytest.mark.slow),
-    ],
-    ids=["llama", "gpt, invariant dropout, full recompute", "qwen3, documents"],
-)
+@pytest.mark.parametrize("keys", named("compiled on the strict device"))
 def test_compiled_losses_are_those_of_the_cpu(
-    cell: CompiledCell, strict: Pools, ranks: Callable[[int], RankPool]
+    keys: dict[str, Any], strict: Pools, ranks: Callable[[int], RankPool]
 ) -> None:
     """torch has no compiler for it: captured graphs, forward and backward, run operator by operator."""
+    cell = CompiledCell(**keys)
     wanted, _ = ranks(2).run(losses, cell, None, 3)[0]
     for found, graphs in strict(2).run(losses, cell, "aot_eager", 3):
         assert found == pytest.approx(wanted, rel=1e-6)
@@ -80,14 +71,7 @@ def test_compiled_losses_are_those_of_the_cpu(
         assert set(graphs.values()) == {1}
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({"parallel": {"expert": 2}, "optimizer": {"zero": 3}}, id="EP 2, ZeRO-3", marks=pytest.mark.slow),
-        pytest.param({"parallel": {"tensor": 2, "sequence": True}}, id="TP 2 + SP", marks=pytest.mark.slow),
-        pytest.param({"parallel": {"expert": 2, "context": 2}}, id="EP 2 of CP 2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("sections", named("sparse models"))
 def test_a_sparse_model_trains_as_on_the_cpu(sections: dict[str, Any], strict: Pools) -> None:
     for records in strict(2).run(go_on, sections, None, 4, None):
         assert [loss for loss, _ in records] == pytest.approx([loss for loss, _ in curve()], rel=1e-5)
