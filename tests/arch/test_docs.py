@@ -1,9 +1,12 @@
 """What the documentation says is so: its code runs, its keys, targets and links exist, its index is complete."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -46,6 +49,9 @@ ORIGINAL = re.compile(r"^## [^\n]*original.*?(?=^## |\Z)", re.MULTILINE | re.DOT
 """A section of a tutorial that compares with the original."""
 OTHER_NAMES = ("docs/comparison.md", "docs/porting.md")
 """Pages with the keys of other programs."""
+CONTAINERS = (ROOT / "docs/containers.md").read_text(encoding="utf-8")
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+LINTER = Path(sys.executable).parent / "hadolint"
 
 
 @pytest.mark.slow
@@ -276,3 +282,39 @@ def test_release_files_have_the_version() -> None:
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
     assert "## [Unreleased]" in changelog
     assert not released or released[0][0] == version, f"the newest section of the changelog is {released[0]}"
+
+
+def manifests() -> list[dict[str, object]]:
+    (block,) = re.findall(r"^```yml\n(.*?)^```", CONTAINERS, re.MULTILINE | re.DOTALL)
+    return [*yaml.safe_load_all(block)]
+
+
+def test_the_manifest_fits_the_schema_of_kubernetes_and_names_data() -> None:
+    versions = kubernetes_validate.latest_version(), "1.29.0"
+    assert [manifest["kind"] for manifest in manifests()] == ["Service", "Job"]
+    for manifest in manifests():
+        for version in versions:
+            kubernetes_validate.validate(manifest, version, strict=True)
+    for text in (CONTAINERS, (ROOT / "docs/cluster.md").read_text(encoding="utf-8")):
+        started = re.findall(r"shardwise train llama2-7b\b(?:[\s\\]+(\S+))?", text)
+        assert len(started) > 1
+        assert {word.partition("=")[0] for word in started} == {"data.dataset"}
+    job: Any = manifests()[1]
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][0] == "data.dataset=python"
+
+
+def test_the_linter_finds_nothing_and_would_find_a_fault() -> None:
+    done = subprocess.run([LINTER, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    wrong = DOCKERFILE.replace("WORKDIR /train", "RUN cd /train")
+    assert subprocess.run([LINTER, "-"], input=wrong, text=True, capture_output=True, check=False).returncode == 1
+
+
+def test_the_image_gets_each_file_that_it_copies_and_has_the_arguments_of_the_page() -> None:
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()]
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) == kept
+    assert all((ROOT / name).exists() for name in copied)
+    named = re.findall(r"^- `([A-Z]+)`: ", CONTAINERS, re.MULTILINE)
+    assert named == re.findall(r"^ARG ([A-Z]+)=", DOCKERFILE, re.MULTILINE)
+    assert len(CONTAINERS.split()) <= 700

@@ -1,6 +1,8 @@
 """docs/own-model.md: its changes make sharded.py of plain.py, its commands and code run, and what it promises holds."""
 
 import difflib
+import functools
+import importlib.util
 import json
 import re
 import shlex
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from shardwise.distributed import collectives
 from tests.arch.source import ROOT
 from tests.dist import dense
 from tests.dist.test_families import gradients_of
-from tests.e2e.command import ALONE, Outcome, metrics, shardwise
+from tests.e2e.command import ALONE, Outcome, metrics, outcome, shardwise, start
 from tests.e2e.test_pages import assert_shown
 from tests.e2e.test_pages import blocks as page_blocks
 
@@ -285,3 +288,57 @@ def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
     text = "needs layers of shardwise, or shardwise.make_parameter, for head.weight and head.bias"
     assert said.count(text) == said.count("shardwise: ") == 1, said
     assert not [*(tmp_path / "runs").iterdir()], "a first start that is refused must leave no run behind"
+
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("zero1_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def reference() -> tuple[float, float]:
+    """The example's model and data under torch.optim.AdamW, clipped at 1.0: loss before and after."""
+    example = load()
+    torch.manual_seed(0)
+    model = example.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def loss_of(step: int) -> torch.Tensor:
+        inputs, targets = example.make_batch(step)
+        return torch.nn.functional.cross_entropy(model(inputs), targets)
+
+    first = loss_of(example.STEPS).item()
+    for step in range(example.STEPS):
+        loss_of(step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, loss_of(example.STEPS).item()
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([], id="alone"),
+        # The batch does not divide by 3.
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"],
+            id="torchrun-3",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_trains_as_plain_adamw(launcher: list[str], tmp_path: Path) -> None:
+    first, wanted = reference()
+    assert wanted < 0.9 * first, "the example does not learn, so its loss shows nothing"
+    done = outcome(start(at=tmp_path, program=(sys.executable, *launcher, str(SCRIPT))), timeout=120)
+    assert done.code == 0, done.err
+    lines = [line for line in done.out.splitlines() if line.startswith("final loss")]
+    assert len(lines) == 1, done.out
+    assert float(lines[0].split()[-1]) == pytest.approx(wanted, rel=1e-5)
+    assert "Warning" not in done.err, done.err

@@ -27,7 +27,7 @@ from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.own_models import Plain
 from tests.dist.training import make_config, named
 from tests.e2e.command import Outcome, shardwise
-from tests.e2e.test_user_script import SCRIPT, reference
+from tests.e2e.test_own_model import SCRIPT, reference
 from tests.rank_pool import Pools
 from tests.strict import build
 from tests.strict.ranks import OnDevice
