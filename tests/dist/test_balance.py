@@ -114,9 +114,7 @@ def check(found: Sequence[Step], family: str) -> None:
 @pytest.mark.parametrize(
     ("world", "family", "sections"), named("balance", "one process", "EP 2, full recompute", "TP 2 + SP, CP 2")
 )
-def test_a_layout_has_the_formulas_values_and_gradients(
-    world: int, family: str, sections: Sections, ranks: Any
-) -> None:
+def test_a_layout_has_formulas_values_and_gradients(world: int, family: str, sections: Sections, ranks: Any) -> None:
     check(run(ranks, world, step, family, sections), family)
 
 

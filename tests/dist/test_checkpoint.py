@@ -101,9 +101,7 @@ def test_reshard(
 
 
 @pytest.mark.parametrize(("size", "before", "keys"), named("same layout", *OFTEN))
-def test_resume_at_the_same_layout_is_exact(
-    size: int, before: int, keys: dict[str, Any], ranks: Any, tmp_path: Path
-) -> None:
+def test_resuming_a_layout_is_exact(size: int, before: int, keys: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
     """Losses and state after a resume equal those of the run that went on, to the bit."""
     if "model" in keys:
         keys = keys | {"model": sizes(131, 32, 64, heads=4) | keys["model"]}

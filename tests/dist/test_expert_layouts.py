@@ -73,9 +73,7 @@ def test_any_layout_trains_like_one_process(family: str, cell: Cell, ranks: Any,
 
 
 @pytest.mark.parametrize(("family", "cell", "sections"), named("layouts of experts", "EP 2, PP 2, ZeRO-2"))
-def test_a_layout_trains_like_one_process(
-    family: str, cell: dict[str, Any], sections: Sections, ranks: Any, tmp_path: Path
-) -> None:
+def test_layouts_train_alike(family: str, cell: dict[str, Any], sections: Sections, ranks: Any, tmp_path: Path) -> None:
     check(family, Cell("cpu", **cell), sections, ranks, tmp_path)
 
 

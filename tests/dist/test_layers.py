@@ -222,9 +222,7 @@ def out_of_range(tp: int, wrong: int) -> str:
 
 
 @pytest.mark.parametrize(("tp", "wrong"), [(2, -1), (4, 11)])
-def test_ids_outside_of_the_vocabulary_are_refused_where_padding_would_hold_them(
-    tp: int, wrong: int, ranks: Any
-) -> None:
+def test_ids_outside_the_vocabulary_are_refused_where_padding_would_hold_them(tp: int, wrong: int, ranks: Any) -> None:
     assert run(ranks, tp, out_of_range, tp, wrong) == [f"id ({wrong}) must be in [0, 9)"] * tp
 
 

@@ -182,9 +182,7 @@ def measure_step(config: Config) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(("context", "keys", "grain"), [(4, "gather", None), (4, "ring", None), (2, "gather", 4)])
-def test_shared_samples_hold_what_cost_has(
-    recompute: str, context: int, keys: str, grain: int | None, ranks: Any
-) -> None:
+def test_shared_samples_hold_the_cost(recompute: str, context: int, keys: str, grain: int | None, ranks: Any) -> None:
     """Most memory is that of keys and values."""
     bits = {} if grain is None else {"bitwise": True, "data_grain": 1}
     sizes = {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 4, "max_position_embeddings": 512}
@@ -234,9 +232,7 @@ def measure_sharded(config: Config) -> ShardedStep:
 
 
 @pytest.mark.parametrize(("model", "optimizer", "sections"), few(SHARDED, SHARDED[3]))
-def test_a_sharded_step_holds_and_sends_what_cost_has(
-    model: str, optimizer: dict[str, Any], sections: Sections, ranks: Any
-) -> None:
+def test_a_sharded_step_is_what_cost_has(model: str, optimizer: dict[str, Any], sections: Sections, ranks: Any) -> None:
     train = {"global_batch": 8, "micro_batch": 1, "sequence_length": 16} | sections.get("train", {})
     others = {name: values for name, values in sections.items() if name != "train"}
     config = make_config(

@@ -101,9 +101,7 @@ def trained(tensor: int, load: str | None, save: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {"stage": 0})])
-def test_a_model_with_modules_of_torch_resumes_anywhere(
-    world: int, options: dict[str, Any], ranks: Any, tmp_path: Path
-) -> None:
+def test_a_model_of_torch_resumes_anywhere(world: int, options: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
     """They are whole on every tensor-parallel rank: saved and counted once, begun with the first rank's values."""
     one, cut, last = (str(tmp_path / name) for name in ("one", "cut", "last"))
     first, said = trained(1, None, one, {})

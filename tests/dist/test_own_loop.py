@@ -192,9 +192,7 @@ def scaled(overlap: bool, options: dict[str, Any]) -> list[Any]:
     ids=["sharded", "whole", "lamb", "half gradients"],
 )
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_all_ranks_skip_a_scaled_step_that_is_not_finite_on_one(
-    overlap: bool, options: dict[str, Any], ranks: Any
-) -> None:
+def test_all_ranks_skip_a_scaled_step_not_finite_on_one(overlap: bool, options: dict[str, Any], ranks: Any) -> None:
     """And halve their scales together; the other steps are those of one process without a scaler."""
     (scales, weights), (other_scales, other_weights) = ranks(2).run(scaled, overlap, options)
     assert scales == other_scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0]

@@ -274,9 +274,7 @@ def trained_embedding(config: Config, steps: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schedule", "stages", "ends"), [("1f1b", [7, 1], {0: 1, 1: 1}), ("zbv", [2, 2, 2, 2], {0: 1, 1: 0})]
 )
-def test_a_tied_weight_of_both_ends_stays_one(
-    schedule: str, stages: list[int], ends: dict[int, int], ranks: Any
-) -> None:
+def test_a_tied_weight_at_both_ends_is_one(schedule: str, stages: list[int], ends: dict[int, int], ranks: Any) -> None:
     """Fault 13 of the reference, which cannot tie weights under a pipeline.
 
     In unequal stages with large buckets and many rows, its owners would be others where it shared a bucket.

@@ -62,9 +62,7 @@ def test_a_save_that_breaks_off_elsewhere_leaves_nothing(memory: str, monkeypatc
 
 
 @pytest.mark.parametrize("place", ["disk", "elsewhere"])
-def test_a_save_that_fails_keeps_the_old_checkpoint(
-    place: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_keeps_the_last(place: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it fails while it writes, or where it takes the other one's place."""
     root = str(tmp_path) if place == "disk" else memory
     trainer = make_trainer(config_of())
@@ -123,9 +121,7 @@ GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_a_save_during_which_a_rank_ends_is_told(
-    is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_while_a_rank_ends_is_told(is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rank 0 has given the checkpoint its name, it is complete; and nobody reads what a library says."""
 
     def lose(found: Any, group: Group, op: str = "max") -> Any:

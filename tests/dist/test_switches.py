@@ -46,9 +46,7 @@ def test_switches_for_cuda_do_nothing_elsewhere() -> None:
         ((10, 0), r"train\.switches \(flash_attention_3\) must be left out on a GPU of compute capability 10\.0:"),
     ],
 )
-def test_a_gpu_without_flash_attention_3_is_told(
-    found: tuple[int, int], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_flash_attention_3_is_told(found: tuple[int, int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found)
     with pytest.raises(ConfigError, match=message):

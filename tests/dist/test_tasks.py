@@ -163,9 +163,7 @@ def draws(count: int, lm: Any, **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(2, {}), (2, {"tensor": 2})])
-def test_each_repeat_of_a_request_has_its_own_draws_everywhere(
-    world: int, parallel: dict[str, Any], ranks: Any
-) -> None:
+def test_each_repeat_of_a_request_has_own_draws_everywhere(world: int, parallel: dict[str, Any], ranks: Any) -> None:
     model, _ = folders("llama")
     ask = functools.partial(draws, 6, temperature=0.7, max_gen_toks=8)
     found = run(ranks, world, answers, model, parallel, ask)[0]

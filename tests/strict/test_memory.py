@@ -61,9 +61,7 @@ def compare(
 
 
 @pytest.mark.parametrize(("model", "dropout", "recompute", "mode"), CELLS)
-def test_a_device_allocates_what_cost_has(
-    model: str, dropout: str | None, recompute: str, mode: str, strict: Pools
-) -> None:
+def test_a_device_allocates_the_cost(model: str, dropout: str | None, recompute: str, mode: str, strict: Pools) -> None:
     compare(strict(1), 1, model, dropout, recompute, mode)
 
 

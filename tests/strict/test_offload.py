@@ -108,9 +108,7 @@ def train_and_resume(config: Config, root: str) -> tuple[list[float], list[float
 
 
 @pytest.mark.parametrize(("world", "sections"), named("offload", "ZeRO-3, mixed"))
-def test_a_training_is_saved_and_goes_on_the_same(
-    world: int, sections: Sections, strict: Pools, tmp_path: Path
-) -> None:
+def test_a_training_is_saved_and_goes_on_alike(world: int, sections: Sections, strict: Pools, tmp_path: Path) -> None:
     config = make_config(**sections)
     offloaded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
     plain = strict(world).run(train_and_resume, config, str(tmp_path / "plain"))

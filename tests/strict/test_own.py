@@ -32,7 +32,7 @@ from tests.rank_pool import Pools
 from tests.strict import build
 from tests.strict.ranks import OnDevice
 
-scaled = loops.test_all_ranks_skip_a_scaled_step_that_is_not_finite_on_one
+scaled = loops.test_all_ranks_skip_a_scaled_step_not_finite_on_one
 # `env`: in processes of their own, as those kept warm have imported torch without the device.
 TORCHRUN = ("/usr/bin/env", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 PLAIN = "dist.init_process_group()"

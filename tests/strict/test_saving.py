@@ -61,9 +61,7 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
         pytest.param("lamb", {"pipeline": 2, "schedule": "1f1b"}, id="PP 2"),
     ],
 )
-def test_a_default_device_changes_nothing(
-    optimizer: str, layout: dict[str, Any], strict: Pools, tmp_path: Path
-) -> None:
+def test_a_default_device_alters_nothing(optimizer: str, layout: dict[str, Any], strict: Pools, tmp_path: Path) -> None:
     config = make_config(optimizer={"name": optimizer}, parallel=layout)
     wanted, found = (
         strict(layout.get("pipeline", 1)).run(train_save_load, config, str(tmp_path / str(default)), default)

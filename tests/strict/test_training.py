@@ -59,9 +59,7 @@ def test_mixed_precision_is_near_that_of_the_cpu(strict: Pools) -> None:
 
 
 @pytest.mark.parametrize("keys", named("compiled on the strict device"))
-def test_compiled_losses_are_those_of_the_cpu(
-    keys: dict[str, Any], strict: Pools, ranks: Callable[[int], RankPool]
-) -> None:
+def test_compiled_losses_are_the_cpus(keys: dict[str, Any], strict: Pools, ranks: Callable[[int], RankPool]) -> None:
     """torch has no compiler for it: captured graphs, forward and backward, run operator by operator."""
     cell = CompiledCell(**keys)
     wanted, _ = ranks(2).run(losses, cell, None, 3)[0]
