@@ -1,4 +1,4 @@
-"""The person's side of a conversation, with a model that a thread plays. Real ones: tests/e2e/test_chat.py."""
+"""The person's side of a conversation, whose model is a thread (real ones: tests/e2e/test_evaluate_and_generate.py)."""
 
 import argparse
 import io
