@@ -25,9 +25,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_fault_19_a_command_that_code_of_the_user_ends_has_failed(
-    monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_fault_19_a_command_ended_by_user_code_has_failed(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr("shardwise.cli.recipes.run", lambda _: sys.exit(0))
     told = "shardwise: shardwise recipes was ended before it was done: sys.exit(0) was called ("
     assert cli("recipes", code=1).err.startswith(told)
@@ -56,9 +54,7 @@ def test_a_mistake_is_told_once_and_exits_2(arguments: list[str], text: str, cli
 
 
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
-def test_inside_torchrun_rank_0_speaks_first(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_in_torchrun_rank_0_is_first(arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """torchrun ends the others once it has spoken and exited; one that lives on met what rank 0 did not."""
     waited: list[float] = []
     monkeypatch.setattr(first_failure.time, "sleep", waited.append)
@@ -70,9 +66,7 @@ def test_inside_torchrun_rank_0_speaks_first(
     assert sum(waited) > 1
 
 
-def test_a_launched_rank_leaves_the_text_to_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_a_launched_rank_records_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     rank(monkeypatch, 0)
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     assert cli.refused("train", "quickstart", "a=b") == ""

@@ -19,9 +19,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("has_former", [True, False])
-def test_a_first_start_that_is_refused_leaves_nothing(
-    has_former: bool, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_a_refused_start_leaves_nothing(has_former: bool, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     if has_former:
         RunDirectory("runs/former").create().mark_latest()
 

@@ -128,9 +128,7 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(cli: C
     assert "dataset" not in shown
 
 
-def test_a_dry_run_looks_at_evaluation_sets_task_files_and_trackers(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_looks_at_sets_task_files_and_trackers(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
     tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
     trackers = "log.trackers=[trackio]"
@@ -195,11 +193,7 @@ def test_a_dry_run_refuses_weights_that_are_not_there(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
-    [
-        (CPU, [], 2),
-        (("nvidia", 7), ["train.global_batch=48"], 6),
-        (CPU, ["parallel.pipeline=2"], 4),
-    ],
+    [(CPU, [], 2), (("nvidia", 7), ["train.global_batch=48"], 6), (CPU, ["parallel.pipeline=2"], 4)],
 )
 def test_default_number_of_ranks(overrides: list[str], expected: int, started: list[Launch], cli: CommandLine) -> None:
     cli("train", "quickstart", "train.micro_batch=1", *overrides)
@@ -258,11 +252,7 @@ def test_a_run_goes_on_without_its_recipe(started: list[Launch], cli: CommandLin
 
 @pytest.mark.parametrize(
     ("ranks", "host", "overrides", "expected"),
-    [
-        (8, platform.node(), [], 8),
-        (8, "another machine", [], 2),
-        (4, platform.node(), ["parallel.pipeline=4"], 8),
-    ],
+    [(8, platform.node(), [], 8), (8, "another machine", [], 2), (4, platform.node(), ["parallel.pipeline=4"], 8)],
 )
 def test_a_run_goes_on_with_its_ranks_where_it_ran(
     ranks: int, host: str, overrides: list[str], expected: int, started: list[Launch], cli: CommandLine
@@ -356,9 +346,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(started: list[L
     assert not started
 
 
-def test_a_run_without_data_or_with_another_model_is_refused(
-    started: list[Launch], cli: CommandLine, tmp_path: Path
-) -> None:
+def test_no_data_or_another_model_is_refused(started: list[Launch], cli: CommandLine, tmp_path: Path) -> None:
     err = cli.refused("train", "llama2-7b")
     assert err.startswith("shardwise: llama2-7b must name its data by data.path, data.blend or data.dataset ")
     assert err.endswith("  For a trial:          data.dataset=python\n")

@@ -58,9 +58,7 @@ def verified(*layouts: str, failing: int = 0) -> _Verified:
 
 
 @pytest.mark.parametrize(("layouts", "failing"), [((), 2), (("all",), 0)])
-def test_the_table_has_a_row_of_each_layout(
-    layouts: tuple[str, ...], failing: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_for_each_layout(layouts: tuple[str, ...], failing: int, capsys: pytest.CaptureFixture[str]) -> None:
     verified(*layouts, failing=failing).show()
     lines = capsys.readouterr().out.splitlines()
     table = lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("TP  ")) :]

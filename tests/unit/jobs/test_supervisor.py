@@ -201,9 +201,7 @@ def test_targets_are_told_of_each_restart_and_of_the_end(job: Job, monkeypatch: 
     assert told == [("failure", "data.path (x) must be there", 2)], "also where no run has begun"
 
 
-def test_a_target_that_hangs_does_not_hold_up_that_slurm_queues_the_job_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_hangs_does_not_delay_the_requeue(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(supervisor.notices, "send", lambda event, *_arguments, **_options: order.append(event))
     monkeypatch.setattr(supervisor.notices, "wait", lambda: order.append("wait"))

@@ -48,9 +48,7 @@ def test_best_layouts_first_and_each_fits(cli: CommandLine, tmp_path: Path) -> N
     assert memory.total == plans[0]["memory_bytes"], "what is written needs what the list says"
 
 
-def test_any_layout_of_the_list_is_written_before_the_list(
-    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_listed_layout_is_written(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [*GPT, "train.micro_batch=1", "optimizer.zero=1"]
     third = cli.facts(*few)["plans"][2]["layout"]
     assert "--layout (3) must go with --write FILE" in cli.refused(*few, "--layout", "3")
@@ -339,9 +337,7 @@ def test_a_budget_in_money_finds_the_fastest_cluster_for_it(cli: CommandLine) ->
     assert re.match(r"32 nodes train it for [\d,]+ USD in \d+ d \d\d h$", facts["budget"])
 
 
-def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_compared_clusters_with_own_batches_train_the_same_tokens(cli: CommandLine, tmp_path: Path) -> None:
     written = tmp_path / "best.yaml"
     command = ["plan", "gpt3-175b", "--device", "h100:8", "--price", "2 USD", *FEW]
     # The recipe's rule is 256 sequences for 256 ranks, which are 32 nodes.

@@ -23,9 +23,7 @@ def planned(at: Path, cli: CommandLine, *options: str) -> tuple[str, dict[str, A
     return file.read_text(encoding="utf-8"), facts
 
 
-def test_the_answer_leaves_memory_and_its_commands_write_it(
-    tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_answer_fits_and_is_written(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A faster layout that may not fit is told, and neither proposed nor written."""
     monkeypatch.chdir(tmp_path)
     page, facts = planned(tmp_path, cli)

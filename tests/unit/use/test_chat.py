@@ -33,9 +33,7 @@ def talk(model: Model, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there.close()
 
 
-def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_stops_the_answer_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     requests: list[Any] = []
 
     def model(channel: Connection) -> None:

@@ -71,9 +71,7 @@ def test_a_model_without_logits_continues_no_text(tmp_path: Path) -> None:
         run_generation(config_from_sections(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)
 
 
-def test_ranks_that_find_several_checkpoints_are_told_to_name_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_find_several_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each node has a disk of its own, and one of them holds a newer step."""
     monkeypatch.setattr(collectives, "all_gather_objects", lambda mine, _: [mine, "/other/step-00000200"])
     here = tmp_path / "step-00000100"

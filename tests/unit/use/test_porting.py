@@ -212,9 +212,7 @@ def test_a_schedule_of_deepspeed(tmp_path: Path) -> None:
         ({"type": "WarmupCosineLR"}, {"lr": 3e-4, "min_lr": 3e-8, "warmup_steps": 1000}),
     ],
 )
-def test_what_a_schedule_of_deepspeed_leaves_out(
-    schedule: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
-) -> None:
+def test_defaults_of_a_schedule_of_deepspeed(schedule: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
     """Rates of DeepSpeed 0.19.8; its AdamW decays nothing by default."""
     schedule = {**schedule, "params": {"total_num_steps": 9000, **schedule.get("params", {})}}
     content = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "scheduler": schedule}
@@ -302,8 +300,7 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["sft.py --padding_free", "sft.py --max_length 64", "sft.py --loss_type dft", "trl sft", "sft.py"],
+    "flags", ["sft.py --padding_free", "sft.py --max_length 64", "sft.py --loss_type dft", "trl sft", "sft.py"]
 )
 def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -> None:
     """And the options that are told are those of `train`: the length is no --max-tokens."""
@@ -379,9 +376,7 @@ def test_a_misspelt_key_is_not_advised(others: Path, cli: CommandLine) -> None:
     ("file", "keys"),
     [("titan.toml", ["warmup_steps", "decay_steps"]), ("megatron.sh", ["warmup_steps", "constant_steps"])],
 )
-def test_a_schedule_that_other_steps_do_not_fit_is_refused(
-    file: str, keys: list[str], others: Path, cli: CommandLine
-) -> None:
+def test_a_schedule_must_fit_the_given_steps(file: str, keys: list[str], others: Path, cli: CommandLine) -> None:
     """Before a recipe is written that `train` refuses; with the keys that mend it."""
     said = cli.refused("recipes", "--from", others / file, "train.steps=5")
     assert all(f"optimizer.{key} (" in said for key in keys)

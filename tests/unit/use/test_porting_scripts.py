@@ -19,9 +19,7 @@ def others(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_command_line_counts_before_the_toml_that_it_names(
-    others: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_line_counts_before_its_toml(others: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As up to torchtitan 0.2; a file that is not there is named, and its settings are not guessed."""
     script = others / "run.sh"
     script.write_text(

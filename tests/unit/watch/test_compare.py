@@ -117,9 +117,7 @@ def test_tensorboards_events() -> None:
         ("later.txt", None, "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2"),
     ],
 )
-def test_what_is_no_curve_is_refused_in_a_sentence(
-    name: str, content: str | bytes | None, problem: str, cli: CommandLine
-) -> None:
+def test_no_curve_is_refused(name: str, content: str | bytes | None, problem: str, cli: CommandLine) -> None:
     if content is not None:
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert problem in cli.sentence("compare", "run", name)
@@ -138,7 +136,7 @@ def test_what_is_no_curve_is_refused_in_a_sentence(
         ("step mine\n1 4\n3 2.01", ["--loss", "mine"], 0, "0.00498 at step 3: loss 2 in A, 2.01 in B", "within"),
     ],
 )  # fmt: skip
-def test_the_largest_difference_is_told(
+def test_largest_difference(
     golden: str, options: list[str], code: int, largest: str, result: str, cli: CommandLine
 ) -> None:
     Path("golden.txt").write_text(golden)
@@ -239,7 +237,7 @@ def grown(first: float, factor: float = 1.5, from_step: int = 1) -> dict[int, fl
     ],
     ids=["grows", "grows after a change", "bits", "jump", "from the start"],
 )
-def test_a_difference_that_grows_from_rounding_is_told(
+def test_growth_of_rounding_is_told(
     losses: dict[int, float], options: list[str], grows_from: int | None, cli: CommandLine
 ) -> None:
     write_run(Path("a"), losses=losses, mesh=DATA_PARALLEL)

@@ -30,16 +30,8 @@ def test_scores_of_tasks_are_the_first_table(tmp_path: Path, cli: CommandLine) -
     assert "Scores" not in page_of(other).text
 
 
-@pytest.mark.parametrize(
-    ("price", "paid", "shown"),
-    [
-        (None, 0, ""),
-        ("30 usd/node", 2 * 30, "30 USD/node"),
-    ],
-)
-def test_the_cost_is_that_of_all_devices(
-    price: str | None, paid: float, shown: str, tmp_path: Path, cli: CommandLine
-) -> None:
+@pytest.mark.parametrize(("price", "paid", "shown"), [(None, 0, ""), ("30 usd/node", 2 * 30, "30 USD/node")])
+def test_all_devices_are_paid(price: str | None, paid: float, shown: str, tmp_path: Path, cli: CommandLine) -> None:
     """Of 16 ranks on two hosts: 10 s before 20 steps, and after a stop by Ctrl-C 10 s before 10 more steps."""
     starts = [Start(0, 20, "stopped by Ctrl-C (SIGINT)"), Start(20, 30)]
     run = write_run(tmp_path / "run", starts, mesh=Mesh(2, 2, 4, 2))

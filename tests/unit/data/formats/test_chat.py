@@ -186,9 +186,7 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
 
 
-def test_an_evaluation_set_of_conversations_has_each_answer_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_set_of_chats_has_each_answer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     path = written(tmp_path / "chat.jsonl", *[{"messages": GOOD}] * 5)
     sets = {"mine": {"path": path, "format": "chat"}}

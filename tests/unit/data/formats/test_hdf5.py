@@ -174,9 +174,7 @@ def test_a_value_that_no_model_reads_is_named_when_it_is_read(
     assert batches.collate(np.arange(5), np.zeros(5, np.int64), np.arange(5)).counts[1] == 5, "the others are read"
 
 
-def test_without_h5py_one_sentence_says_how_to_get_it(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_h5py_a_sentence_names_it(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
     problem = refusal(config(folder), tmp_path)
     assert problem.startswith("HDF5 shards need h5py (")

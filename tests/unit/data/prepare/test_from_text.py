@@ -126,9 +126,7 @@ def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
 
 
 @pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
-def test_finished_work_is_not_done_again(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, error: OSError | None
-) -> None:
+def test_finished_work_is_not_repeated(folder: Folder, monkeypatch: pytest.MonkeyPatch, error: OSError | None) -> None:
     done = cut_off(folder, monkeypatch, error)
     encoded = []
     rows = Tokenizer.encode_rows
