@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__
+from shardwise.base.terminal import fit_to_terminal
 from shardwise.cli import main
 from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.first_failure import read_first_failure
 from tests.command_line import CommandLine
-
-LONG = 300 * "x"
-"""A name that no file system takes."""
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -38,11 +36,8 @@ def test_version(cli: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["trian"], "did you mean `shardwise train`?"),
-        (["train"], "missing RECIPE"),
-        (["train", "quickstart", "--npro", "2"], "did you mean --nproc?"),
         (["plan", "quickstart", "--device=--"], "argument --device: expected one argument"),
-        (["ls", LONG], f"the path {LONG} cannot be used: File name too long"),
+        (["ls", 300 * "x"], f"the path {300 * 'x'} cannot be used: File name too long"),
         (["data", "inspect", "~no-such-user/x"], "(~no-such-user/x) does not exist"),
     ],
 )
@@ -107,3 +102,51 @@ def test_fault_15_an_ascii_terminal_shows_replacements(
     code, said = on_ascii_terminal(arguments, monkeypatch)
     assert code == (2 if "×" in arguments else 0)
     assert text in said
+
+
+SCRIPT = """
+import atexit, sys, threading, time, types
+from shardwise.cli import main
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+def work():
+    time.sleep(0.1)
+    print("thread")
+
+if sys.argv.pop(1) == "torch":
+    sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["kept"] = Kept()
+atexit.register(print, "handler")
+threading.Thread(target=work).start()
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "torch", "last"), [("--version", 0, "torch", []), ("no-command", 2, "none", ["taken apart"])]
+)
+def test_threads_and_handlers_end_before_the_process(command: str, code: int, torch: str, last: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, torch, command], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-2 - len(last) :] == ["thread", "handler", *last]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "word " * 40
+    assert fit_to_terminal(text, io.StringIO()) == text
+    monkeypatch.setenv("COLUMNS", "80")
+    assert all(len(line) <= 80 for line in fit_to_terminal(text, Terminal()).splitlines())
+
+
+def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --nproc 2"
+    assert fit_to_terminal(f"resume: {command}", Terminal()) == f"resume: {command}"

@@ -12,12 +12,14 @@ from typing import NamedTuple
 import pytest
 
 from shardwise.base import units
+from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import check_layout, config_from_sections, load_config, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import checkpoint_bytes, expected_memory
+from shardwise.launch.local import LaunchError
 from shardwise.launch.stop_requests import request, requested
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import RunDirectory, RunLock
@@ -344,6 +346,33 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(started: list[L
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert err.startswith(f"shardwise: --run-dir (old) is in use by another run (process {os.getpid()} on ")
     assert not started
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("has_former", [True, False])
+def test_a_refused_start_leaves_nothing(has_former: bool, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    """But a folder that was there before, and a run that has taken a step, stay."""
+    if has_former:
+        RunDirectory("runs/former").create().mark_latest()
+    events = ""
+
+    def refused(_command: list[str], _nproc: int, run_path: Path) -> None:
+        RunDirectory(run_path).mark_latest()
+        if events:
+            RunDirectory(run_path).metrics.write_text(events)
+        raise LaunchError("the model is wrong", ConfigError.exit_code)
+
+    monkeypatch.setattr("shardwise.launch.local.launch", refused)
+    start = ("train", "llama2-tiny", "--nproc", "2")
+    assert "the model is wrong" in cli.refused(*start)
+    assert sorted(path.name for path in Path("runs").iterdir()) == (["former", "latest"] if has_former else [])
+    if has_former:
+        assert Path("runs/latest").readlink() == Path("former")
+    RunDirectory("runs/mine").create()
+    cli.refused(*start, "--run-dir", "runs/mine")
+    events = '{"event": "step", "step": 1}\n'
+    cli.refused(*start, "--run-dir", "runs/long")
+    assert all(Path("runs", name).is_dir() for name in ("mine", "long"))
 
 
 def test_no_data_or_another_model_is_refused(started: list[Launch], cli: CommandLine, tmp_path: Path) -> None:

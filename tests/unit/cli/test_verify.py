@@ -22,22 +22,6 @@ def _nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("shardwise.base.hardware.accelerators", lambda: ("cpu", 0))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["llama2-tiny", "--steps", "1"], "--steps (1) must be at least 2: one before the checkpoint, one after it"),
-        (["llama2-tiny", "--devices", "accelerator"], "--devices accelerator: there is none on this machine"),
-        (["llama2-tiny", "--layouts", "parallel.tensor=3"], "no layout of 4 ranks is chosen by --layouts: "),
-        (
-            ["llama2-tiny", "--layouts", "parallel.tensor=8", "--nproc", "8"],
-            "parallel.tensor (8) must divide model.num_attention_heads (4): valid degrees are 1, 2 and 4",
-        ),
-    ],
-)
-def test_wrong_input_is_refused(arguments: list[str], text: str, cli: CommandLine) -> None:
-    assert text in cli.refused("verify", *arguments)
-
-
 def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr("shardwise.base.hardware.accelerators", lambda: ("nvidia", 2))
     said = cli.refused("verify", "llama2-tiny", "--nproc", "4")
