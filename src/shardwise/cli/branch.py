@@ -50,15 +50,12 @@ _CHANGEABLE = ("data.mixture", "data.stages")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "parent", metavar="RUN@STEP", help="the parent's folder, and the step of a checkpoint (default: the newest)"
-    )
+    add = parser.add_argument
+    add("parent", metavar="RUN@STEP", help="the parent's folder, and the step of a checkpoint (default: the newest)")
     add_overrides(parser, "train.steps=1200", "parent")
-    parser.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="the branch's folder (default: runs/RUN-STEP-YYYYMMDD-HHMMSS)"
-    )
-    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: as of `train`)")
-    parser.add_argument("--prepare", action="store_true", help="make the folder, and train nothing")
+    add("--run-dir", metavar="DIR", type=Path, help="the branch's folder (default: runs/RUN-STEP-YYYYMMDD-HHMMSS)")
+    add("--nproc", metavar="N", type=int, help="number of local ranks (default: as of `train`)")
+    add("--prepare", action="store_true", help="make the folder, and train nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:

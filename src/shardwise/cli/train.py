@@ -60,29 +60,26 @@ _COMPILER = ("torch._dynamo.aot_compile", "torch._inductor.compile_fx", "torch.u
 
 def configure(parser: argparse.ArgumentParser) -> None:
     recipe_help = f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)"
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_help)
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", nargs="?", help=recipe_help)
     add_overrides(parser, "train.steps=100")
-    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
+    add("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
     run_dir_help = "the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)"
-    parser.add_argument("--run-dir", metavar="DIR", type=run_folder, help=run_dir_help)
+    add("--run-dir", metavar="DIR", type=run_folder, help=run_dir_help)
     change_help = "a key, such as data.stages, that may differ from the run that is continued; may be repeated"
-    parser.add_argument("--change", metavar="KEY", action="append", default=[], help=change_help)
-    parser.add_argument(
+    add("--change", metavar="KEY", action="append", default=[], help=change_help)
+    add(
         "--dry-run",
         action="store_true",
         help="print layout, batch, memory and disk needed, and the keys that differ from their defaults; check that "
         "data, tokenizer and weights can be read; start nothing; of a run in --run-dir, tell where it would go on and "
         "what changes",
     )
-    parser.add_argument(
-        "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
-    )
+    add("--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults")
     device_help = "with --dry-run: size for this device, which this machine need not have, with N devices on a node"
-    parser.add_argument("--device", metavar="DEVICE[:N]", help=device_help)
-    parser.add_argument(
-        "--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)"
-    )
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
+    add("--device", metavar="DEVICE[:N]", help=device_help)
+    add("--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)")
+    add("--json", action="store_true", help="with --dry-run: print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

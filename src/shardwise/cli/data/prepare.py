@@ -41,18 +41,15 @@ _RETIRED = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="INPUT", help="text: a file, a folder or a hub id (ID or ID@REVISION)")
-    parser.add_argument("output", metavar="OUTPUT", help="PREFIX of PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "--format", metavar="megatron", default="megatron", help="format of OUTPUT: megatron, the only one"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH|ID", help="as data.tokenizer: a file, its folder or a hub id; text needs one"
-    )
+    add = parser.add_argument
+    add("input", metavar="INPUT", help="text: a file, a folder or a hub id (ID or ID@REVISION)")
+    add("output", metavar="OUTPUT", help="PREFIX of PREFIX.bin and PREFIX.idx")
+    add("--format", metavar="megatron", default="megatron", help="format of OUTPUT: megatron, the only one")
+    add("--tokenizer", metavar="PATH|ID", help="as data.tokenizer: a file, its folder or a hub id; text needs one")
     add_reading(parser)
-    parser.add_argument("--config", metavar="NAME", help="the configuration of a hub data set that has several")
-    parser.add_argument("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
-    parser.add_argument("--force", action="store_true", help="replace an OUTPUT of other text or options")
+    add("--config", metavar="NAME", help="the configuration of a hub data set that has several")
+    add("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
+    add("--force", action="store_true", help="replace an OUTPUT of other text or options")
     raw = parser.add_argument_group("options of raw tokens")
     raw.add_argument(
         "--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: by its header or its bytes)"
@@ -66,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json(parser)
     for option, action in _RETIRED.items():
-        parser.add_argument(option, action=action, default=None, help=argparse.SUPPRESS)
+        add(option, action=action, default=None, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
