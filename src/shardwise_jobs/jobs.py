@@ -100,9 +100,7 @@ def job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[
     if not total:
         return []
     launch = sum(ending.until_joined or ending.seconds for ending in endings)
-    start = sum(
-        (ending.until_training or ending.seconds) - (ending.until_joined or ending.seconds) for ending in endings
-    )
+    start = sum(ending.until_training or ending.seconds for ending in endings) - launch
     trained = [ending for ending in endings if ending.until_training is not None]
     lost_steps = 0
     lost = 0.0

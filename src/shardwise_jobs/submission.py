@@ -176,9 +176,8 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
     """Refuse a job's layout that needs more memory than the device that `gres` names has, by a ConfigError."""
     device = _device_memory(gres)
     if device is not None:
-        config = fitted_to_memory(
-            config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})"
-        )
+        usable = device * (1 - RESERVED)
+        config = fitted_to_memory(config, layout, usable, accelerator=True, device=f"launch.gres ({gres})")
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
         raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))

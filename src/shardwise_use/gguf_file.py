@@ -150,9 +150,8 @@ class GGUFExport:
                 numbered.setdefault(name, {})[number] = tensors[name]
         for name, parts in numbered.items():
             ordered = [parts[number] for number in sorted(parts)]
-            tensors[name] = replace(
-                ordered[0], shape=(len(parts), *ordered[0].shape), read=partial(_one_by_one, ordered)
-            )
+            shape = (len(parts), *ordered[0].shape)
+            tensors[name] = replace(ordered[0], shape=shape, read=partial(_one_by_one, ordered))
         if self.architecture in _NEEDS_HEAD and "output.weight" not in tensors:
             tensors["output.weight"] = replace(tensors["token_embd.weight"], name="output.weight")
         if (factors := self._rotary[0]) is not None:

@@ -122,13 +122,12 @@ def _measured_pairs(run: RunView, plan: Plan) -> dict[str, Any]:
         parts[part] = _pair(prediction, sum(known) if known else None)
     sizes = dict(plan.memory.rows())
     recorded = run.last.get("memory_bytes") or {}
+    kinds = ("parameters", "gradients", "optimizer")
     return {
         "steps": len(seconds) - _SKIPPED,
         "step_seconds": _pair(plan.time.total, total),
         "parts_seconds": parts,
-        "memory_bytes": {
-            kind: _pair(sizes[kind], recorded.get(kind)) for kind in ("parameters", "gradients", "optimizer")
-        },
+        "memory_bytes": {kind: _pair(sizes[kind], recorded.get(kind)) for kind in kinds},
         "peak_memory_bytes": _pair(plan.memory.total, run.last.get("peak_memory_bytes")),
     }
 

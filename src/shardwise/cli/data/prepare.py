@@ -50,17 +50,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="NAME", help="the configuration of a hub data set that has several")
     add("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
     add("--force", action="store_true", help="replace an OUTPUT of other text or options")
-    raw = parser.add_argument_group("options of raw tokens")
-    raw.add_argument(
-        "--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: by its header or its bytes)"
-    )
+    add_raw = parser.add_argument_group("options of raw tokens").add_argument
+    add_raw("--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: by its header or its bytes)")
     eod_token_help = "id that separates documents (default: the one of llm.c's header or of --tokenizer)"
-    raw.add_argument("--eod-token", metavar="ID", type=int, help=eod_token_help)
-    made = parser.add_argument_group("options of text")
-    add_marks(made)
-    made.add_argument(
-        "--split-sentences", action="store_true", default=None, help="a sequence for each sentence, for BERT"
-    )
+    add_raw("--eod-token", metavar="ID", type=int, help=eod_token_help)
+    text = parser.add_argument_group("options of text")
+    add_marks(text)
+    split_help = "a sequence for each sentence, for BERT"
+    text.add_argument("--split-sentences", action="store_true", default=None, help=split_help)
     add_json(parser)
     for option, action in _RETIRED.items():
         add(option, action=action, default=None, help=argparse.SUPPRESS)
