@@ -253,7 +253,6 @@ def _require_train_arguments(config: object, run_dir: Any, name: object) -> None
 def _with_hooks(
     config: Config, data: Any, loss: Any, optimizer: Any, callbacks: Sequence[Any]
 ) -> tuple[Config, dict[str, object]]:
-    """The configuration with the names of hooks that are given as objects, and the objects by these names."""
     # The configuration holds names alone, so that it can be written to `config.yaml`.
     objects: dict[str, object] = {}
 
@@ -306,5 +305,4 @@ def _numbers(value: Any) -> Any:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no file."""
     return json_object(read_plain(path), str(path)) if path.exists() else None

@@ -75,6 +75,18 @@ class LostPeerError(RunError):
     """Another rank has ended while this one waited for it: a consequence of the run's failure, not its cause."""
 
 
+class LaunchError(RunError):
+    """The launched ranks failed; `exit_code` is the one that the rank at fault asked for."""
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class EndedError(LaunchError):
+    """A signal ended the launched ranks at once: steps since the last checkpoint, if any were taken, are not saved."""
+
+
 class StoppedError(ShardwiseError):
     """A run that stopped on request, after it completed a checkpoint (exit code 75); `text` says how to continue it."""
 

@@ -27,9 +27,8 @@ from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format import writing
-from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem, untiled_tensors
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.verify import untiled_tensors
 from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
 from shardwise.checkpoint.storage import checkpoint_folders
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry

@@ -14,18 +14,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError, Problems
+from shardwise.base.errors import ConfigError, EndedError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import imported, provided
+from shardwise.base.terminal import fit_to_terminal
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
-from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import (
     Config,
     Layout,
@@ -40,6 +41,7 @@ from shardwise.config import (
     require_data,
     size_stages_of,
 )
+from shardwise.config.recipe_files import is_model_recipe
 from shardwise.launch import rank_output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory, run_folder
@@ -58,27 +60,14 @@ _COMPILER = ("torch._dynamo.aot_compile", "torch._inductor.compile_fx", "torch.u
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        nargs="?",
-        help=f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)",
-    )
+    recipe_help = f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)"
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_help)
     add_overrides(parser, "train.steps=100")
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        type=run_folder,
-        help="the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
-    )
-    parser.add_argument(
-        "--change",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="a key, such as data.stages, that may differ from the run that is continued; may be repeated",
-    )
+    run_dir_help = "the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)"
+    parser.add_argument("--run-dir", metavar="DIR", type=run_folder, help=run_dir_help)
+    change_help = "a key, such as data.stages, that may differ from the run that is continued; may be repeated"
+    parser.add_argument("--change", metavar="KEY", action="append", default=[], help=change_help)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -89,11 +78,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
     )
-    parser.add_argument(
-        "--device",
-        metavar="DEVICE[:N]",
-        help="with --dry-run: size for this device, which this machine need not have, with N devices on a node",
-    )
+    device_help = "with --dry-run: size for this device, which this machine need not have, with N devices on a node"
+    parser.add_argument("--device", metavar="DEVICE[:N]", help=device_help)
     parser.add_argument(
         "--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)"
     )
@@ -177,7 +163,6 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) -> Cluster | None:
-    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`."""
     if arguments.full and not arguments.dry_run:
         raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     if arguments.json and not arguments.dry_run:
@@ -266,17 +251,16 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         counts=counts,
         as_json=arguments.json,
     )
-    output.raw(output.text(text))
+    output.raw(output.text(text) if arguments.json else fit_to_terminal(output.text(text), sys.stdout))
     if input_problems:
         raise ConfigError(input_problems)
     return 0
 
 
 def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, Config, _Rows]:
-    """The counts of a user's own model, the configuration for formulas, and the rows, with one if nothing is told."""
     if not config.model.is_own:
         return None, config, rows
-    from shardwise.estimates.memory import memory_stand_in
+    from shardwise.estimates.memory import config_for_memory_estimate
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
     accelerator = _has_accelerator(cluster)
@@ -284,7 +268,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
         counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return counts, memory_stand_in(config, counts, accelerator), rows
+    return counts, config_for_memory_estimate(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -292,7 +276,6 @@ def _has_accelerator(cluster: Cluster | None) -> bool:
 
 
 def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
-    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says."""
     if matmul is None:
         return
     if cluster is not None:
@@ -343,7 +326,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
 
 
 def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) -> tuple[_Rows, list[str]]:
-    """Rows for the user on the files that a run would read, and problems of those that it could not read."""
+    """Rows of a dry run or a submission on the files that the run would read, and problems of what it cannot read."""
     rows: _Rows = []
     problems = Problems()
     load = config.checkpoint.load
@@ -509,7 +492,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
-    from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
+    from shardwise.launch.local import TRAINING, agent_ahead, launch
     from shardwise.runs.events import newest_checkpoint_text
 
     notices.set_up(config.log.notify)
@@ -522,3 +505,18 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     except EndedError as error:
         raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0
+
+
+def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
+    """The configuration; of a model, with a line for the user on what is taken of it and on the defaults.
+
+    A rank opens a hub id from the cache, which the process that launched it has filled.
+    """
+    launched = is_launched()
+    config = load_config(recipe, overrides, cached=launched)
+    place = joined()
+    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
+        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
+
+        output.progress(model_recipe_remark(recipe, config))
+    return config

@@ -7,7 +7,6 @@ read once more, for their hash: it tells of values that were wrong already when 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 
 from shardwise.base.errors import listing
 from shardwise.base.tensor_box import box_segments
-from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, piece_label
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, piece_label, untiled_tensors
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, read_header
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.chunks import (
@@ -40,8 +39,6 @@ E4M3 has no infinity, and gives its largest exponent to numbers but for the NaN.
 """
 _COUNTED_AT_ONCE = 2**18
 """Values whose mask is in memory at once: it then stays in the processor's cache."""
-_PAIRS_AT_ONCE = 2**20
-"""Pairs of boxes that are compared at once: some tens of megabytes of indices."""
 _HASHED_AT_ONCE = 2**20
 """Elements in memory at once, 8 MiB as integers of 64 bits."""
 _SHOWN = 5
@@ -145,65 +142,6 @@ def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
                 name_in_file = piece_label(state, name, tensor.shape, piece.box)
                 pieces[piece.file][name_in_file] = _LabelledPiece(f"{state}/{name}", stored)
     return pieces
-
-
-def untiled_tensors(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
-    """The tensors of a manifest whose pieces do not tile them, with the reason."""
-    return [
-        f"the pieces of {state}/{name} {problem}"
-        for state, named in tensors.items()
-        for name, tensor in named.items()
-        if (problem := _tiling_problem(tensor.shape, tensor.table))
-    ]
-
-
-def _tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
-    """The reason why the stored pieces of a tensor, each inside its shape, do not tile it.
-
-    None where every element is in exactly one of them: they do not overlap, and have as many elements as the shape.
-    """
-    numels = pieces.sizes.prod(axis=1)
-    starts = pieces.starts[numels > 0]
-    sizes = pieces.sizes[numels > 0]
-    if len(starts) > 1:
-        if not shape:
-            return "overlap: it has one element"
-        pair = _overlap(starts, starts + sizes)
-        if pair is not None:
-            first, second = (
-                ", ".join(f"{a}:{a + n}" for a, n in zip(starts[at].tolist(), sizes[at].tolist(), strict=True))
-                for at in pair
-            )
-            return f"overlap: [{first}] and [{second}]"
-    covered = int(numels.sum())
-    total = math.prod(shape)
-    return None if covered == total else f"leave a gap: they cover {covered:,} of its {total:,} elements"
-
-
-def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element; none of them is empty. `starts`, `stops`: `[boxes, dims]`.
-
-    Along the dim with the most different starts, only boxes that overlap in it are compared, a million pairs at a time.
-    """
-    dim = max(range(starts.shape[1]), key=lambda i: len(np.unique(starts[:, i])))
-    order = np.argsort(starts[:, dim], kind="stable")
-    starts = starts[order]
-    stops = stops[order]
-    boxes = np.arange(len(starts))
-    # Of the boxes behind a box in this order, the first `candidates` begin before it ends: these alone may overlap it.
-    candidates = np.searchsorted(starts[:, dim], stops[:, dim]) - boxes - 1
-    for block in np.split(boxes, np.flatnonzero(np.diff(np.cumsum(candidates) // _PAIRS_AT_ONCE)) + 1):
-        # For box b with c candidates, the pairs (b, b + 1), (b, b + 2), ..., (b, b + c).
-        count = candidates[block]
-        first = np.repeat(block, count)
-        pairs_before = np.repeat(np.cumsum(count) - count, count)
-        second = first + 1 + np.arange(len(first)) - pairs_before
-        shared = np.flatnonzero(((starts[second] < stops[first]) & (starts[first] < stops[second])).all(axis=1))
-        if len(shared):
-            # The pair whose later box comes first.
-            pair = shared[np.lexsort((first[shared], second[shared]))[0]]
-            return int(order[first[pair]]), int(order[second[pair]])
-    return None
 
 
 def count_non_finite(data: memoryview, dtype: str) -> int:
