@@ -387,7 +387,6 @@ class _OwnClass:
 
 
 def _keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of `model` that the recipe sets, without `family`."""
     # A key of the user's may have the name of an attribute or a method of the section: `causal`, `json`.
     values = {**vars(model), **(model.model_extra or {})}
     return {key: values[key] for key in sorted(model.model_fields_set) if key != "family"}

@@ -121,7 +121,6 @@ def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str]
 
 
 def _refuse_differences(values: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
-    """Raise ConfigError on every rank, with what differs, where any rank's values are not those of the first."""
     differences = []
     for name in {**first, **values}:
         if first.get(name) != values.get(name):

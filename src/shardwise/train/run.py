@@ -126,8 +126,6 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _OpenedStage:
-    """A stage that is ready for its first step."""
-
     opened: OpenedRun
     trainer: Trainer
     reporter: Reporter
@@ -199,7 +197,6 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
 
 
 def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
-    """Wait for the last checkpoint, and begin the next stage or end the run."""
     opened = stage.opened
     config = opened.config
     progress = opened.progress
@@ -289,7 +286,6 @@ def _begin(
     resumed: Resumed | None,
     turn: _Turn,
 ) -> None:
-    """Report the start, and bring the data to the place from which the run continues."""
     config = opened.config
     end = opened.progress.position + (config.last_step - opened.progress.step) * config.train.global_batch
     if resumed is not None:
@@ -329,7 +325,6 @@ def _begin(
 
 
 def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None:
-    """Warn of data that the run of `samples` samples reads too often: a source of a mixture, or all data very often."""
     if not isinstance(batches, BlendedBatches):
         epochs = samples / batches.num_samples
         if epochs > MANY_EPOCHS:
@@ -347,7 +342,6 @@ def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None
 
 
 def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
-    """Restore the newest state, of the memory of the nodes or of the disk; None at the beginning of a training."""
     start = time.perf_counter()
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)
@@ -363,7 +357,6 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
 
 
 def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
-    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume
@@ -387,7 +380,6 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
 
 
 def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
-    """Tell what a run that begins has changed, and from which weights it begins."""
     weights = opened.weights
     changes = opened.folder.changes
     # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.
