@@ -33,7 +33,7 @@ def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
     time = plan.time
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     return [
-        ("step", f"{step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
+        ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", time.shares()),
         ("  all steps", units.duration(plan.seconds)),
         (
@@ -80,11 +80,3 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "currency": None if price is None else price.currency,
         "kilowatt_hours": plan.kilowatt_hours,
     }
-
-
-def step_duration(seconds: float) -> str:
-    """Seconds of a step, with the four digits that tell alike layouts apart: `18.99 ms`, `2.612 s`, `1 min 05 s`."""
-    if seconds >= 59.95:
-        return units.duration(seconds)
-    number, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
-    return f"{number:#.4g}".rstrip(".") + f" {unit}"

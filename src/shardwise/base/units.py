@@ -66,6 +66,14 @@ def duration(seconds: float) -> str:
     return "{} d {:02d} h".format(*divmod(round(seconds / 3600), 24))
 
 
+def step_duration(seconds: float) -> str:
+    """Seconds of a step, with the four digits that tell alike layouts apart: `18.99 ms`, `2.612 s`, `1 min 05 s`."""
+    if seconds >= 59.95:
+        return duration(seconds)
+    number, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
+    return f"{number:#.4g}".rstrip(".") + f" {unit}"
+
+
 def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
     if value < 0:
         return "-" + _scaled(-value, base, suffixes)

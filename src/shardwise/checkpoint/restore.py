@@ -20,6 +20,7 @@ from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import (
     MASTER,
+    OPTION,
     STEP,
     Number,
     begin_restoring,
@@ -199,7 +200,6 @@ def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
 
 
 def _are_numbers(numbers: object) -> bool:
-    """True if a manifest's value names a number for each state, or one for each canonical tensor."""
     if not isinstance(numbers, dict):
         return False
     try:
@@ -243,11 +243,10 @@ def _optimizer_problems(
 
 
 def _stored_states(manifest: Manifest, states: Sequence[str], names: Sequence[str]) -> set[str]:
-    """The states that a checkpoint holds of any of the canonical tensors: as tensors or as numbers."""
     stored = {state for state in states if not manifest.tensors[state].keys().isdisjoint(names)}
     for state, values in (manifest.optimizer or {}).get("numbers", {}).items():
         is_of_others = isinstance(values, Mapping) and values.keys().isdisjoint(names)
-        if state != STEP and not is_of_others:
+        if state != STEP and not state.startswith(OPTION) and not is_of_others:
             stored.add(state)
     return stored
 

@@ -115,7 +115,6 @@ def weight_names(family: str) -> WeightNames:
 
 
 def _read(value: Any) -> ModelConfig:
-    """Return a `model` section as its family's record, or as `UserModelConfig` for package.module:Class."""
     if not isinstance(value, dict | Section):
         reject([f"model ({value!r}) must be a mapping of keys"])
     # A program may give a section that was read before.

@@ -543,7 +543,6 @@ class LogConfig(Section):
 
 
 def _steps_of(trace: str) -> range | None:
-    """The steps that `START:STOP` names; None for another text."""
     match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", trace)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None

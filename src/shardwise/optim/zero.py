@@ -28,9 +28,9 @@ from shardwise.optim.bucket_collectives import Gathers, PartialGradients, Reduct
 from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.freed_buckets import draw_outside_buckets, make_buckets, places_in
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
-from shardwise.optim.master_update import HostUpdate, Update, options_of
+from shardwise.optim.master_update import HostUpdate, Update
 from shardwise.optim.sharding import Cut, OptimizerDtypes, Ranks, Sharding, by_replicas
-from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
+from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer, options_of
 
 if TYPE_CHECKING:
     from shardwise.optim.unit_weights import UnitWeights

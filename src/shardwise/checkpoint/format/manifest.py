@@ -328,7 +328,6 @@ def _file(plain: object) -> FileEntry:
 
 
 def _tensor(name: str, plain: object, lengths: Numbers) -> TensorEntry:
-    """The tensor that a JSON value describes; `lengths`: the length of each file."""
     fields, dtype, shape = tensor_fields(name, plain)
     if dtype not in DTYPES:
         raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
@@ -378,7 +377,6 @@ def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
 
 
 def _value(plain: Mapping[str, Any], key: str, kind: type) -> Any:
-    """The value of a key; ValueError where it is missing or of another type."""
     value = plain.get(key)
     if not isinstance(value, kind):
         raise ValueError(f"{key} must be a JSON {_JSON_TYPES[kind]}")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from shardwise.base.errors import listing
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, piece_label, untiled_tensors
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, read_header
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.chunks import (
     READ_BYTES,
     FileEntry,
@@ -24,6 +27,7 @@ from shardwise.checkpoint.storage.chunks import (
     verify_chunk,
 )
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.optim.state_digest import StateHash, box_sum, digest_place
 
 _SUFFIX = ".safetensors"
 _EXPONENT_BITS = {
@@ -35,6 +39,8 @@ E4M3 has no infinity, and gives its largest exponent to numbers but for the NaN.
 """
 _COUNTED_AT_ONCE = 2**18
 """Values whose mask is in memory at once: it then stays in the processor's cache."""
+_HASHED_AT_ONCE = 2**20
+"""Elements in memory at once, 8 MiB as integers of 64 bits."""
 _SHOWN = 5
 
 
@@ -111,10 +117,8 @@ def verify_checkpoint(folder: Root, progress: Callable[[int], None] = lambda _: 
     # Of a checkpoint that is damaged, the hash would only say so once more.
     if not report.problems:
         try:
-            from shardwise.checkpoint.format.stored_state_hash import state_hash_problems
-
             report.state_hash = None if manifest.state_hash is None else str(manifest.state_hash.get("hash"))
-            report.problems += state_hash_problems(folder, manifest)
+            report.problems += _state_hash_problems(folder, manifest)
         except StoreError as error:
             report.problems.append(str(error))
     return report
@@ -129,7 +133,6 @@ class _LabelledPiece:
 
 
 def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
-    """For each file the pieces that the manifest expects there, by their names in the file."""
     pieces: list[dict[str, _LabelledPiece]] = [{} for _ in manifest.files]
     for state, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
@@ -169,7 +172,6 @@ def _verify_file(
     report: VerificationReport,
     progress: Callable[[int], None],
 ) -> bool:
-    """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
     # Blocks end where chunks end, which may be within a value: its first bytes wait for the next block.
     partial_value = b""
@@ -216,3 +218,50 @@ def _count_non_finite(pieces: Iterable[_LabelledPiece], begin: int, data: memory
                 counts[piece.tensor] = counts.get(piece.tensor, 0) + count
             partial_value = partial_value or bytes(data[stop_of_values - begin : stop - begin])
     return partial_value
+
+
+def _state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
+    """Compare the hash of the stored state with that in the manifest; returns one sentence at most.
+
+    Raises:
+        StoreError: a tensor cannot be read, or is damaged.
+    """
+    recorded = manifest.state_hash
+    if recorded is None:
+        return []
+    sums = recorded.get("sums")
+    seed = manifest.rng.get("seed")
+    if not isinstance(sums, Mapping) or not _are_sums(sums, manifest) or not isinstance(seed, int):
+        return [f"{folder}: the state hash in its manifest must name tensors of the checkpoint, and the seed be there"]
+    place = digest_place(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
+    stored = StoredTensors(folder, manifest.tensors, manifest)
+    computed = StateHash(
+        place, {state: {name: _stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
+    )
+    found_sums = computed.recorded()["sums"]
+    differing = [
+        f"{state}/{name}" for state, names in sums.items() for name in names if names[name] != found_sums[state][name]
+    ]
+    if not differing and computed.text == recorded.get("hash"):
+        return []
+    subject = "its place in the training" if not differing else listing(ordered_names(differing), most=5)
+    return [
+        f"{folder}: the state hash of its files ({computed.text}) must be that of the training "
+        f"({recorded.get('hash')}): it differs in {subject}"
+    ]
+
+
+def _stored_sum(stored: StoredTensors, state: str, name: str) -> int:
+    shape = stored.states[state][name].shape
+    boxes = box_segments(shape, _HASHED_AT_ONCE)
+    return sum(box_sum(stored.read(state, name, box), shape, box) for box in boxes) % 2**64
+
+
+def _are_sums(sums: Mapping[str, Any], manifest: Manifest) -> bool:
+    for state, names in sums.items():
+        known = manifest.tensors.get(state, {})
+        if not isinstance(names, Mapping) or not names.keys() <= known.keys():
+            return False
+        if not all(isinstance(text, str) for text in names.values()):
+            return False
+    return True

@@ -156,8 +156,7 @@ def find_weight_files(folder: Root) -> tuple[str, ...]:
     index = folder / INDEX
     if not index.exists():
         if files := unconsolidated_files(folder.names()):
-            if problems := absent_parts_problem(folder, files):
-                raise ConfigError(problems)
+            ConfigError.require_none(absent_parts_problem(folder, files))
             return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
         raise ConfigError(

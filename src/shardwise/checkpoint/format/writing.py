@@ -206,7 +206,7 @@ def _shards(weights: Sequence[StreamedWeight], max_shard_bytes: int) -> dict[str
 
 
 def state_file(number: int) -> str:
-    """The path of a file with optimizer state: that of a rank, or of a shard."""
+    """The path in a written checkpoint of a file with optimizer state: that of a rank, or of a shard."""
     return f"optimizer/rank-{number:05}.safetensors"
 
 
