@@ -87,7 +87,8 @@ class Bucket:
         # Replicas begin with equal values, whatever each rank drew.
         for ranks in (self.copies, group):
             collectives.broadcast_(self.values, ranks)
-        self.gradient, self.shard = self._own()
+        self.gradient = self.gradients[self.owned]
+        self.shard = self.values[self.owned]
         master_dtype = dtypes.of_master(dtype)
         self.separate = dtype != master_dtype
         master = self.shard.to(master_dtype)
@@ -131,9 +132,6 @@ class Bucket:
                 p.grad = None
             if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
-
-    def _own(self) -> tuple[Tensor, Tensor]:
-        return self.gradients[self.owned], self.values[self.owned]
 
     @property
     def value_bytes(self) -> int:
