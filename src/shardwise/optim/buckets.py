@@ -87,8 +87,7 @@ class Bucket:
         # Replicas begin with equal values, whatever each rank drew.
         for ranks in (self.copies, group):
             collectives.broadcast_(self.values, ranks)
-        self.gradient = self.gradients[self.owned]
-        self.shard = self.values[self.owned]
+        self.gradient, self.shard = self._own()
         master_dtype = dtypes.of_master(dtype)
         self.separate = dtype != master_dtype
         master = self.shard.to(master_dtype)
@@ -142,6 +141,9 @@ class Bucket:
     def gradient_bytes(self) -> int:
         """Bytes of the gradient buffers that stay from step to step."""
         return sum(flat.nbytes for flat in self._gradient_buffers)
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        return self.gradients[self.owned], self.values[self.owned]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's part of a flat buffer, with the parameter's own strides.
