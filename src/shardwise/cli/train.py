@@ -507,7 +507,7 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
 
 
 def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
-    """The configuration; of a model, with a line for the user on what is taken of it and on the defaults.
+    """The configuration of a command's RECIPE; of a model, with a line for the user on what is taken of it.
 
     A rank opens a hub id from the cache, which the process that launched it has filled.
     """
