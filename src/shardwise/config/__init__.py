@@ -13,7 +13,7 @@ from shardwise.config.load import (
     load_config,
     load_config_with_values,
 )
-from shardwise.config.model import ModelConfig, UserModelConfig, family_config, weight_names
+from shardwise.config.model import PLAIN_MODULE, ModelConfig, UserModelConfig, family_config, weight_names
 from shardwise.config.optimizer import Frequency, OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import Schedule
 from shardwise.config.precision import DTYPE_BYTES, DtypeName, Matmul, Precision, PrecisionConfig, Rounding
@@ -50,7 +50,7 @@ from shardwise.config.size_stages import (
 )
 
 __all__ = [
-    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "BertConfig", "CheckpointConfig",
+    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "PLAIN_MODULE", "BertConfig", "CheckpointConfig",
     "CompileConfig", "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName",
     "FamilyConfig", "Frequency", "GPTConfig", "GPTNeoXConfig", "Layout", "LlamaConfig", "LogConfig", "Matmul",
     "ModelConfig", "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding",
