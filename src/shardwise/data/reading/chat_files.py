@@ -149,7 +149,6 @@ def _conversation(record: dict[str, Any], where: Callable[[], str], key: str) ->
 
 
 def _variables(record: Mapping[str, Any], where: Callable[[], str]) -> dict[str, Any]:
-    """The values that a row gives the chat template beside the messages, as values or as their JSON."""
     variables: dict[str, Any] = {}
     for name in (*_VARIABLES, _ARGUMENTS):
         value: Any = record.get(name)
