@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from examples.own_model import plain
 from shardwise import batch_first
 from shardwise.base.errors import ConfigError
-from shardwise.models.batch_first import PLAIN_MODULE
+from shardwise.config.model import PLAIN_MODULE
 from tests.dist.test_own_training import trainer
 from tests.unit.models.own_classes import PLAIN, Write, config, problem
 
