@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 1e-3},
     "lamb": {"name": "lamb", "lr": 1e-2, "eps": 1e-6},
+    "muon": {"name": "muon", "lr": 1e-2},
 }
 
 

@@ -21,6 +21,7 @@ GPT_NEOX = Cell("gpt_neox", mode="bfloat16", bitwise=True, layers=2, batch=4)
 BERT = Cell("bert", mode="mixed", bitwise=True)
 FP8 = Cell("llama", variant=True, mode="mixed", matmul="fp8", bitwise=True, layers=2)
 OLMO2 = Cell("olmo2", optimizer="lamb", bitwise=True, layers=2, batch=4)
+MUON = Cell("llama", mode="bfloat16", optimizer="muon", bitwise=True, layers=2, batch=4)
 GEMMA3 = Cell("gemma3", documents=True, mode="mixed", bitwise=True, layers=2, batch=4)
 CELLS = (
     replace(LLAMA, tensor=4, sequence=True, regathers=True),
@@ -32,6 +33,7 @@ CELLS = (
     replace(BERT, schedule="zbv", pipeline=2, data=2, zero=3),
     replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
     replace(GEMMA3, tensor=2, sequence=True, data=2, recompute="selective"),
+    replace(MUON, tensor=2, data=2, zero=1),
 )
 SHARED = (
     replace(LLAMA, context=2, tensor=2, sequence=True, zero=1, context_grain=4),
@@ -80,7 +82,7 @@ def compare(everyone: list[Bits], one: Bits) -> None:
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
 
 
-OFTEN = (CELLS[2], CELLS[3], SHARED[0], DIVIDED[0])
+OFTEN = (CELLS[2], CELLS[3], CELLS[-1], SHARED[0], DIVIDED[0])
 
 
 @pytest.mark.parametrize("cell", few(CELLS + SHARED + DIVIDED + SCHEDULED, *OFTEN), ids=lambda cell: cell.name)

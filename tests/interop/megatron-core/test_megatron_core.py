@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise_use.importing.hugging_face import ImportedModel
+from shardwise_use.importing.imported_model import ImportedModel
 from shardwise_use.importing.megatron import open_megatron
 from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, VOCABULARY, batches, losses_here, shardwise, torchrun
 

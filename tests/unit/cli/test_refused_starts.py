@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.errors import ConfigError
-from shardwise.launch.local import LaunchError
+from shardwise.base.errors import ConfigError, LaunchError
 from shardwise.runs.folder import RunDirectory
 from tests.command_line import CommandLine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise_plan.cli.wording import _PUBLISHED_ERROR
 from shardwise_plan.device_specs import (
     FIGURES,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise_plan.device_specs import load_device, parse_cluster
 from tests.command_line import CommandLine
 

@@ -315,7 +315,9 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
         assert found == values
 
 
-@pytest.mark.parametrize(("lines", "recompute"), [("", "full"), ("disable_gradient_checkpointing: true", None)])
+@pytest.mark.parametrize(
+    ("lines", "recompute"), [("packing: true", "full"), ("disable_gradient_checkpointing: true", None)]
+)
 def test_a_config_of_llama_factory_has_its_defaults(lines: str, recompute: str | None, others: Path) -> None:
     """LLaMA-Factory 0.9.5 computes activations anew and cuts at 2,048 tokens, beside the Trainer's defaults."""
     file = others / "pt.yaml"
@@ -324,6 +326,17 @@ def test_a_config_of_llama_factory_has_its_defaults(lines: str, recompute: str |
     made = recipe_of(str(file), [f"model.config={others / 'model'}", "model.max_position_embeddings=2048"]).sections
     found = (made["train"].get("recompute"), made["train"]["sequence_length"], made["optimizer"]["lr"])
     assert found == (recompute, 2048, 5e-5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_length", 64), ("max_length", None), ("max_seq_length", 64)])
+def test_a_config_of_trl_keeps_its_own_length(name: str, value: int | None, others: Path) -> None:
+    """Without a limit, the length is asked for."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 100, "packing": True, name: value}
+    (others / "run.json").write_text(json.dumps(settings))
+    made = recipe_of(str(others / "run.json"), [f"model.config={others / 'model'}"])
+    assert made.sections["train"].get("sequence_length") == value
+    assert {row.name for row in made.rows} & {"max_length", "max_seq_length"} == ({name} if value else set())
+    assert ["train.sequence_length" in problem for problem in made.problems] == [True] * (value is None)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +364,9 @@ def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -
         ("max_steps: 5000", [], 100),
         ("max_steps: 5000\nwarmup_ratio:", [], 100),
         ("max_steps: 5000\nwarmup_ratio: 0.1", [], 500),
+        ("max_steps: 99\nwarmup_ratio: 0.1", [], 9),
+        ("max_steps: 19\nwarmup_ratio: 0.1", [], 2),
+        ("max_steps: 9\nwarmup_ratio: 0.1", [], 0),
         ("max_steps: 33", [], 0),
         ("max_steps: 34", [], 2),
         ("max_steps: 66", [], 2),
@@ -361,7 +377,7 @@ def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -
     ],
 )
 def test_the_warmup_of_axolotl(lines: str, beside: list[str], warmup: int, others: Path) -> None:
-    """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, and 2 for 1."""
+    """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, rounded down, and 2 for 1."""
     file = others / "axolotl.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace("max_steps: 5000", lines), encoding="utf-8")
     made = recipe_of(str(file), [f"model.config={others / 'model'}", *beside])

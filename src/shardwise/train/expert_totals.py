@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.config import ModelConfig
 from shardwise.config.routing import SUMS, Routing
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.experts import Experts, experts_of
+from shardwise.train.step_record import StepDetail
 
 _PARTS = 2.0**32
 """Parts of 1 in which sums travel, as whole numbers beside the loads: no order of the ranks changes their total."""
