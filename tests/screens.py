@@ -1,7 +1,5 @@
 """A terminal for what a command shows of long work, whatever time it takes."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

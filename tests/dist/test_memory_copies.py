@@ -163,14 +163,6 @@ def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: An
     assert left == {"00000001"}, "the first copy after a run went back removes those of undone steps"
 
 
-def test_a_step_is_undone_by_a_later_start_before_it() -> None:
-    assert _is_of_history(35, (), (0,))
-    assert _is_of_history(35, (), (0, 35))
-    assert not _is_of_history(35, (), (0, 10))
-    assert not _is_of_history(35, (), (0, 10, 40))
-    assert _is_of_history(14, (0,), (0, 10, 14))
-
-
 @pytest.mark.slow
 def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
@@ -182,7 +174,12 @@ def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_p
     assert ranks(4).run(train, longer, tmp_path, 0, 0)[0].step == 2, "as from a checkpoint on the disk"
 
 
-def test_the_newest_step_with_all_parts_is_taken() -> None:
+def test_the_newest_step_with_all_parts_that_no_later_start_undid_is_taken() -> None:
+    assert _is_of_history(35, (), (0,))
+    assert _is_of_history(35, (), (0, 35))
+    assert not _is_of_history(35, (), (0, 10))
+    assert not _is_of_history(35, (), (0, 10, 40))
+    assert _is_of_history(14, (0,), (0, 10, 14))
     a = {_CopyPart(0, 4), _CopyPart(1, 4), _CopyPart(0, 5)}
     b = {_CopyPart(2, 4), _CopyPart(3, 4), _CopyPart(2, 5), _CopyPart(3, 5)}
     assert _newest_complete_step({"a": a, "b": b}, 4) == 4

@@ -78,9 +78,6 @@ class NormMean(torch.optim.SGD):
 
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 REFUSED = ["LBFGS", "Adafactor", "SparseAdam"] + [name for name in ("Muon",) if hasattr(torch.optim, name)]
-OTHERS = [Lamb, OneStepSize, Centralized, Late, Distance, NormMean]
-
-
 OPTIONS: list[dict[str, Any]] = [{name: True} for name in ("fused", "foreach", "amsgrad", "maximize")]
 OPTIONS.append({"lr": torch.tensor(1e-3)})
 # It wants parameters on an accelerator, where the trial is not.

@@ -195,18 +195,16 @@ def test_numbers_that_a_class_keeps_in_its_groups_are_restored(tmp_path: Path) -
     assert_equal(restored, model)
 
 
-@pytest.mark.parametrize(
-    ("changed", "lacking"), [(None, "state, param_groups, masters and layout"), ({"masters": ...}, "masters")]
-)
-def test_fault_22_what_is_no_state_of_the_optimizer_is_refused(changed: Any, lacking: str) -> None:
+def test_fault_22_what_is_no_state_of_the_optimizer_is_refused() -> None:
     """In one sentence, and the optimizer is as it was."""
-    model = nn.Linear(3, 2, dtype=torch.bfloat16)
-    optimizer = sharded(model)
-    model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    before = optimizer.state_dict()
-    given = changed and {key: value for key, value in {**before, **changed}.items() if value is not ...}
-    told = f"must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks {lacking}: state of another optimizer"
-    with pytest.raises(ValueError, match=re.escape(f"{told} cannot be loaded")):
-        optimizer.load_state_dict(given)
-    assert str(optimizer.state_dict()) == str(before)
+    for changed, lacking in [(None, "state, param_groups, masters and layout"), ({"masters": ...}, "masters")]:
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        optimizer = sharded(model)
+        model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        before = optimizer.state_dict()
+        given = changed and {key: value for key, value in {**before, **changed}.items() if value is not ...}
+        told = f"must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks {lacking}: state of another"
+        with pytest.raises(ValueError, match=re.escape(f"{told} optimizer cannot be loaded")):
+            optimizer.load_state_dict(given)
+        assert str(optimizer.state_dict()) == str(before)

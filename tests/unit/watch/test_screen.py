@@ -187,9 +187,7 @@ def others(run: Path) -> Path:
 
 @pytest.mark.parametrize("size", [(100, 24)])
 @on_screen
-async def test_a_run_is_chosen_from_the_list(
-    pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]
-) -> None:
+async def test_a_run_is_chosen_in_the_list(pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]) -> None:
     app = pilot.app
     names = [line.split()[:2] for line in (await read(pilot, "r")).splitlines()[4:7]]
     assert names == [["▸", "worse"], ["shown", "gpt3-tiny-1"], []], "the newest first, and none that is unreadable"

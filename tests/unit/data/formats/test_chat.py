@@ -203,9 +203,7 @@ def test_calls_of_tools_are_read_from_sharegpt(tmp_path: Path) -> None:
         ]
 
 
-def test_an_evaluation_set_of_conversations_has_each_answer_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_set_of_chats_has_each_answer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     path = written(tmp_path / "chat.jsonl", *[{"messages": GOOD}] * 5)
     sets = {"mine": {"path": path, "format": "chat"}}

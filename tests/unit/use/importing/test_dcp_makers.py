@@ -298,7 +298,6 @@ def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, cli: CommandLine) -> None:
-
     olmo(tmp_path)
     titan("llama", tmp_path / "titan")
     told = cli("checkpoint", "import", tmp_path, tmp_path / "run", "--from", "olmo-core").out

@@ -245,7 +245,5 @@ def test_what_a_folder_must_have(
     damage(folder / "iter_0000100")
     (problem,) = problems(open_megatron, folder)
     assert text in problem
-    assert (
-        len(cli.refused("checkpoint", "import", folder, tmp_path / "run", "--from", "megatron").strip().splitlines())
-        == 1
-    )
+    told = cli.refused("checkpoint", "import", folder, tmp_path / "run", "--from", "megatron")
+    assert len(told.strip().splitlines()) == 1
