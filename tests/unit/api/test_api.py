@@ -16,15 +16,7 @@ import shardwise
 from shardwise.base.errors import ConfigError
 from shardwise.launch import rank_process
 from tests.dist import own_models
-from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
-
-
-@pytest.fixture
-def recipe(own_folder: Path) -> str:
-    """A recipe that trains in a moment."""
-    (own_folder / "small.yaml").write_text(MINIATURE)
-    return "small.yaml"
 
 
 def failing(event: dict[str, Any]) -> None:

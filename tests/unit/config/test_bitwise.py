@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from shardwise.config import load_config, resume_changes, resume_problems
 
 
@@ -11,11 +9,11 @@ def resolved(*overrides: str) -> dict[str, Any]:
     return load_config("llama2-tiny", overrides).model_dump(mode="json")
 
 
-@pytest.mark.parametrize(("micro_batches", "groups"), [(1, 1), (6, 2), (48, 8)])
-def test_groups_of_gradients_are_as_many_as_may_be(micro_batches: int, groups: int) -> None:
-    config = load_config("llama2-tiny", [f"train.global_batch={2 * micro_batches}", "train.bitwise=true"])
-    assert config.grains == {"tp": 4, "cp": 1, "dp": groups}
-    assert load_config("llama2-tiny").grains == {}
+def test_groups_of_gradients_are_as_many_as_may_be() -> None:
+    for micro_batches, groups in [(1, 1), (6, 2), (48, 8)]:
+        config = load_config("llama2-tiny", [f"train.global_batch={2 * micro_batches}", "train.bitwise=true"])
+        assert config.grains == {"tp": 4, "cp": 1, "dp": groups}
+        assert load_config("llama2-tiny").grains == {}
 
 
 ORDER = ["train.data_grain=2", "train.micro_batch=1", "train.threads=2", "parallel.vocab_multiple=16"]
@@ -23,15 +21,10 @@ ORDER += ["parallel.grain=2", "compile.enabled=true"]
 """Other orders of sums than those of llama2-tiny."""
 
 
-@pytest.mark.parametrize(
-    ("override", "value"), [("parallel.grain=2", "4"), ("train.data_grain=2", "4"), ("compile.enabled=true", "false")]
-)
-def test_the_order_of_sums_stays(override: str, value: str) -> None:
-    (sentence,) = resume_problems(resolved("train.bitwise=true"), resolved("train.bitwise=true", override))
-    assert sentence.splitlines()[1].strip() == override.replace("=", " (") + f") must be {value}"
-
-
-def test_layouts_may_change_and_the_grain_that_a_run_has_may_be_written() -> None:
+def test_layouts_may_change_and_the_order_of_sums_stays_where_it_is_not_switched() -> None:
+    for override, value in [("parallel.grain=2", "4"), ("train.data_grain=2", "4"), ("compile.enabled=true", "false")]:
+        (sentence,) = resume_problems(resolved("train.bitwise=true"), resolved("train.bitwise=true", override))
+        assert sentence.splitlines()[1].strip() == override.replace("=", " (") + f") must be {value}"
     then = resolved("train.bitwise=true")
     written = resolved("train.bitwise=true", "train.data_grain=4")
     assert resume_problems(then, written) == []
@@ -43,14 +36,7 @@ def test_layouts_may_change_and_the_grain_that_a_run_has_may_be_written() -> Non
     (sentence,) = resume_problems(cut, then)
     assert "parallel.context_grain (1) must be 2" in sentence
     assert resume_problems(cut, resolved("train.bitwise=true", "parallel.context_grain=2")) == []
-
-
-@pytest.mark.parametrize(
-    ("then", "now"),
-    [(["train.bitwise=true"], ORDER), ([], ["train.bitwise=true", *ORDER]), ([], ORDER)],
-    ids=["off", "on", "never"],
-)
-def test_without_it_or_when_it_is_switched_the_order_may_change(then: list[str], now: list[str]) -> None:
-    assert resume_problems(resolved(*then), resolved(*now)) == []
-    changes = resume_changes(resolved(*then), resolved(*now))
-    assert {"parallel.grain 4 → 2", "train.micro_batch 2 → 1"} < set(changes)
+    for stored, now in ((["train.bitwise=true"], ORDER), ([], ["train.bitwise=true", *ORDER]), ([], ORDER)):
+        assert resume_problems(resolved(*stored), resolved(*now)) == []
+        changes = resume_changes(resolved(*stored), resolved(*now))
+        assert {"parallel.grain 4 → 2", "train.micro_batch 2 → 1"} < set(changes)

@@ -139,32 +139,32 @@ def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
             make(group=given)
 
 
-@pytest.mark.parametrize("shape", [(4,), [4], torch.Size([4])])
-def test_fault_03_a_norm_takes_a_shape_as_torchs_does(shape: Any) -> None:
-    norm = LayerNorm(shape)
-    norm.load_state_dict(nn.LayerNorm(shape).state_dict())
-    x = torch.randn(2, 3, 4)
-    assert torch.equal(norm(x), nn.LayerNorm(shape)(x))
-    assert RMSNorm(shape).weight.shape == (4,)
-    for wrong in ((4, 4), "4", ("4",), 4.0):
-        with pytest.raises(ArgumentError, match=r"normalized_shape \(.*4.*\) must be one size, the hidden size"):
-            LayerNorm(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("ranks", "multiplier", "copies"), [(1, 1, 1), (4, 1, 1), (16, 4, 4)])
-def test_fault_03_the_head_size_follows_from_the_multiplier(ranks: int, multiplier: int, copies: int) -> None:
-    """4 K/V heads and 16 query heads of 8 features: the same pieces as with `head_dim`."""
-    group = pretend_group(ranks - 1, ranks)
-    rest: dict[str, Any] = {"bias": False, "gather_output": False, "group": group, "seed": 0, "names": ("q", "k", "v")}
-    told = GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, **rest)
-    derived = GQAQKVColumnParallelLinear(8, [128, 32], kv_size_multiplier=multiplier, **rest)
-    assert derived._copies == told._copies == [1, copies, copies]
-    pieces = [placement.of_or_whole(qkv.weight).pieces for qkv in (derived, told)]
-    boxes = [[(piece.box, piece.local) for piece in each] for each in pieces]
-    assert boxes[0] == boxes[1]
-
-
-def test_fault_03_a_head_size_that_does_not_follow_is_refused() -> None:
+def test_fault_03_shapes_of_norms_and_sizes_of_heads() -> None:
+    for shape in [(4,), [4], torch.Size([4])]:
+        norm = LayerNorm(shape)
+        norm.load_state_dict(nn.LayerNorm(shape).state_dict())
+        x = torch.randn(2, 3, 4)
+        assert torch.equal(norm(x), nn.LayerNorm(shape)(x))
+        assert RMSNorm(shape).weight.shape == (4,)
+        for wrong in ((4, 4), "4", ("4",), 4.0):
+            with pytest.raises(ArgumentError, match=r"normalized_shape \(.*4.*\) must be one size, the hidden size"):
+                LayerNorm(wrong)  # type: ignore[arg-type]
+    # 4 K/V heads and 16 query heads of 8 features: the same pieces as with `head_dim`.
+    for ranks, multiplier, copies in [(1, 1, 1), (4, 1, 1), (16, 4, 4)]:
+        group = pretend_group(ranks - 1, ranks)
+        rest: dict[str, Any] = {
+            "bias": False,
+            "gather_output": False,
+            "group": group,
+            "seed": 0,
+            "names": ("q", "k", "v"),
+        }
+        told = GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, **rest)
+        derived = GQAQKVColumnParallelLinear(8, [128, 32], kv_size_multiplier=multiplier, **rest)
+        assert derived._copies == told._copies == [1, copies, copies]
+        pieces = [placement.of_or_whole(qkv.weight).pieces for qkv in (derived, told)]
+        boxes = [[(piece.box, piece.local) for piece in each] for each in pieces]
+        assert boxes[0] == boxes[1]
     make = partial(GQAQKVColumnParallelLinear, 8, group=pretend_group(0, 16))
     with pytest.raises(ValueError, match=r"kv_size_multiplier \(3\) .* size \(16\).* give head_dim="):
         make((128, 32), kv_size_multiplier=3)

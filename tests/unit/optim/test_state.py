@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise import LAMB, Muon, ZeroRedundancyOptimizer, load_checkpoint, save_checkpoint
 from shardwise.base.tensor_box import Box
 from shardwise.distributed.placement import Init, Piece
-from tests.unit.optim.net import assert_equal, make, sharded, train
+from tests.unit.optim.net import assert_equal, decaying_groups, make, sharded, train
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -70,15 +70,6 @@ def test_fault_22_state_of_a_class_that_keeps_other_state_is_refused(saved: str)
         step(other, its_optimizer)
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices for Muon, which decay and have trust ratios; vectors for AdamW."""
-    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
-    return [
-        {"params": [p for p in trained if p.dim() == 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.0},
-    ]
-
-
 STOCHASTIC = {"optimizer_dtype": torch.bfloat16, "rounding": "stochastic", "rounding_seed": 5}
 
 
@@ -101,7 +92,7 @@ def test_a_run_that_continues_from_a_file_is_equal_to_the_bit(
     """With its schedule; None is LAMB without the wrapper."""
 
     def build(model: nn.Module, lr: float) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-        of_groups = groups(model)
+        of_groups = decaying_groups(model)
         if wrapped is Muon:
             of_groups[1]["use_muon"] = False
         if wrapped is None:

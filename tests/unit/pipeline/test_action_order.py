@@ -104,16 +104,12 @@ def torch_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tupl
 
 
 @pytest.mark.parametrize("parallel", shapes(), ids=name)
-def test_orders_are_torchs(parallel: ParallelConfig) -> None:
+def test_orders_and_passes_in_flight_are_torchs(parallel: ParallelConfig) -> None:
     for micro_batches in MICRO_BATCHES:
         if fits_schedule(parallel, micro_batches):
             for rank in range(parallel.pipeline):
                 assert action_order(parallel, micro_batches, rank) == torch_order(parallel, micro_batches, rank)
-
-
-@pytest.mark.parametrize("parallel", shapes(), ids=name)
-def test_torch_takes_what_is_said_to_fit_and_nothing_else(parallel: ParallelConfig) -> None:
-    """A schedule is refused when it is made; one that is made comes to an end, which the simulation asserts."""
+    # A schedule is refused when it is made; one that is made comes to an end, which the simulation asserts.
     for micro_batches in MICRO_BATCHES:
         try:
             torch_schedule(parallel, micro_batches)
@@ -123,19 +119,6 @@ def test_torch_takes_what_is_said_to_fit_and_nothing_else(parallel: ParallelConf
         assert fits_schedule(parallel, micro_batches) == takes, micro_batches
         if takes:
             assert 0 <= simulate(parallel, micro_batches).bubble < 1
-
-
-def in_flight(order: tuple[Action, ...]) -> int:
-    """The most passes whose activations a rank holds, from the forward pass to the weights' gradients."""
-    most = now = 0
-    for work in order:
-        now += {"forward": 1, "input": 0, "backward": -1, "weight": -1}[work.kind]
-        most = max(most, now)
-    return most
-
-
-@pytest.mark.parametrize("parallel", shapes(), ids=name)
-def test_passes_in_flight(parallel: ParallelConfig) -> None:
     p, v = parallel.pipeline, parallel.stages_per_rank
     for m in MICRO_BATCHES:
         if not fits_schedule(parallel, m):
@@ -153,3 +136,12 @@ def test_passes_in_flight(parallel: ParallelConfig) -> None:
             found = in_flight(action_order(parallel, m, r))
             # ZB-V of fewer than 2p-1 micro-batches is that of 2p-1, without those that are not there.
             assert found == min(expected, v * m) or (parallel.schedule == "zbv" and m < 2 * p - 1 and found < expected)
+
+
+def in_flight(order: tuple[Action, ...]) -> int:
+    """The most passes whose activations a rank holds, from the forward pass to the weights' gradients."""
+    most = now = 0
+    for work in order:
+        now += {"forward": 1, "input": 0, "backward": -1, "weight": -1}[work.kind]
+        most = max(most, now)
+    return most

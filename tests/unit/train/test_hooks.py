@@ -23,19 +23,12 @@ from shardwise_watch.run import RunView
 from tests import own_hooks
 from tests.arch.source import ROOT
 from tests.dist.training import SMALL_MODELS, make_config
-from tests.e2e.command import MINIATURE, within
+from tests.e2e.command import within
 from tests.rows import rows_of
 
 ROWS = rows_of(__file__)
 
 HERE = "tests.own_hooks"
-
-
-@pytest.fixture
-def recipe(own_folder: Path) -> str:
-    """A recipe that trains in a moment."""
-    (own_folder / "small.yaml").write_text(MINIATURE)
-    return "small.yaml"
 
 
 def losses(run: shardwise.Run) -> list[float]:

@@ -29,15 +29,12 @@ def ends(error: Exception, progress: Progress) -> Exception:
 
 
 @pytest.mark.parametrize(("step", "code"), [(20, 2), (21, 1)], ids=["before a step", "after a step"])
-def test_bad_values_that_are_met_after_a_step_fail_the_run(step: int, code: int) -> None:
+def test_how_values_and_lost_ranks_end_a_run(step: int, code: int) -> None:
     """Exit code 2 says that no step was taken: it is for what a run meets before, one that went on too."""
     found = ends(DataError("a.jsonl: line 7 is not JSON"), Progress(step=step, before=20))
     assert isinstance(found, RunError if code == 1 else ConfigError)
     assert found.exit_code == code
     assert str(found) == "a.jsonl: line 7 is not JSON"
-
-
-def test_what_a_library_says_of_a_lost_rank_is_a_sentence() -> None:
     found = ends(RuntimeError("[…gloo/transport/tcp/pair.cc:537] … GLHF!"), Progress(phase="forward and backward"))
     assert isinstance(found, LostPeerError)
     text = "rank 0 lost the connection to another rank during forward and backward"

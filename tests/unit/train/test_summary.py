@@ -62,7 +62,7 @@ def test_every_family_is_told(family: str) -> None:
     assert "recompute" not in found
 
 
-def test_the_price_of_recompute_and_the_keys_that_differ_from_defaults() -> None:
+def test_the_price_of_recompute_own_models_and_keys_that_differ() -> None:
     chosen = config(recompute="full")
     again = recomputed_flops_per_token(chosen.model, 64, chosen.recompute, fused_attention=False) or 0.0
     flops = flops_per_token(chosen.model, 64) or 0.0
@@ -74,15 +74,12 @@ def test_the_price_of_recompute_and_the_keys_that_differ_from_defaults() -> None
     assert "hooks" not in shown
     whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
     assert parse_yaml(whole, "dry run") == chosen.recorded()
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> None:
-    found = rows(config("package.module:Own", optimizer, recompute="full", dropout_mode="invariant"), Layout(2))
-    assert {name for name, text in found.items() if text.startswith(UNKNOWN)} == {
-        "parameters", "compute", "memory", "disk", "communication",
-    }  # fmt: skip
-    assert found["batch"] == "2 micro batch × 1 accumulation × 2 DP = 4 global batch"
+    for optimizer in ["adamw", "lamb"]:
+        found = rows(config("package.module:Own", optimizer, recompute="full", dropout_mode="invariant"), Layout(2))
+        assert {name for name, text in found.items() if text.startswith(UNKNOWN)} == {
+            "parameters", "compute", "memory", "disk", "communication",
+        }  # fmt: skip
+        assert found["batch"] == "2 micro batch × 1 accumulation × 2 DP = 4 global batch"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_folder_and_its_files(root: Root) -> None:
     assert root.names() == ["a", "b"]
 
 
-def test_renames_removals_and_what_is_missing(root: Root) -> None:
+def test_renames_removals_and_what_is_missing_or_leads_out(root: Root) -> None:
     (root / ".new/inner").make()
     (root / ".new/inner/a").write(b"x")
     (root / ".new").rename(root / "final")
@@ -59,6 +59,9 @@ def test_renames_removals_and_what_is_missing(root: Root) -> None:
         with pytest.raises(StoreError, match=r"runs/a cannot be read: ") as caught:
             action()
         assert caught.value.missing
+    for name in ["../x", "/etc/x", "a\0"]:
+        with pytest.raises(StoreError, match="runs cannot be left: "):
+            root / name
 
 
 def test_a_removal_does_not_follow_links_and_a_pipe_is_no_file(tmp_path: Path) -> None:
@@ -101,12 +104,6 @@ def test_full_disks_and_what_is_complete_on_a_disk(tmp_path: Path, monkeypatch: 
     assert flushed == {(tmp_path / "a").stat().st_ino: 3}
     Root.of(tmp_path).sync()
     assert tmp_path.stat().st_ino in flushed
-
-
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a\0"])
-def test_no_name_leads_out_of_a_place(root: Root, name: str) -> None:
-    with pytest.raises(StoreError, match="runs cannot be left: "):
-        root / name
 
 
 def test_which_urls_are_taken_and_what_is_shown_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
