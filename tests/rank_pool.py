@@ -110,6 +110,10 @@ class RankPool:
         self._tasks = []
 
 
+Pools = Callable[..., RankPool]
+"""Pools by the number of their ranks, and by what their device is like."""
+
+
 def _serve(
     rank: int,
     size: int,

@@ -8,14 +8,13 @@ from torch import nn
 
 from shardwise.config import Config, Layout
 from shardwise.distributed.mesh import Group
-from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.communication import Transfer, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.sharding import bucket_shapes
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count
-from shardwise.optim.freed_buckets import make_buckets
+from shardwise.optim.freed_buckets import make_buckets, places_in
 from shardwise.optim.sharding import OptimizerDtypes, Sharding
-from shardwise.optim.unit_weights import places_in
 from shardwise.train.build import _decay_groups
 from tests.unit.estimates.families import MODELS, make_config, section
 

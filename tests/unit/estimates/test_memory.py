@@ -9,10 +9,10 @@ import torch
 from shardwise.config import Config, Layout
 from shardwise.distributed.mesh import Group
 from shardwise.estimates.activations import BlockStack
-from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.communication import evaluation_transfers, step_transfers, wire_bytes
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.sharding import bucket_shapes
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models import attention
 from shardwise.models.build import build_model

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import LaunchError
 from shardwise.launch import agent, local
-from shardwise.launch.local import LaunchError, launch
+from shardwise.launch.local import launch
 from tests.e2e import processes
 from tests.e2e.command import imported_first
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.distributed.collectives import tree_sum
 from shardwise.distributed.mesh import Group
@@ -216,3 +217,27 @@ def test_products_of_heads_do_not_depend_on_their_number(grain: int, dtype: torc
         parts = [results(q_half.contiguous(), *half, grain // 2) for q_half, *half in halves]
         for number, tensor in enumerate(whole):
             assert torch.equal(torch.cat([part[number] for part in parts], 1), tensor)
+
+
+def test_a_product_of_heads_never_sees_the_heads_of_another_part() -> None:
+    """Their number and the strides decide the kernel, which shows in the bits of few numbers, and not on every CPU."""
+
+    class Operands(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operator is torch.ops.aten.bmm.default:
+                seen.append([(*x.shape, x.is_contiguous()) for x in args])
+            return operator(*args, **kwargs or {})
+
+    seen: list[list[tuple[int, ...]]] = []
+    q, k = (random(seed, 16, 2, 8, 5).permute(1, 2, 0, 3).requires_grad_() for seed in (1, 2))
+    with Operands():
+        head_products(q, k.transpose(-1, -2), 4).sum().backward()
+    scores, q_gradient, k_gradient = (
+        [shapes] * 4
+        for shapes in (
+            [(4, 16, 5, True), (4, 5, 16, True)],
+            [(4, 16, 16, True), (4, 16, 5, True)],
+            [(4, 5, 16, True), (4, 16, 16, True)],
+        )
+    )
+    assert seen == [*scores, *q_gradient, *k_gradient], "batch 2, 8 heads in 4 parts: 4 matrices at once"

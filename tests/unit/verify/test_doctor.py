@@ -12,7 +12,7 @@ from shardwise.base.errors import RunError
 from shardwise.cli import main
 from shardwise.verify import collective_check as ranks
 from shardwise.verify import machine_checks
-from shardwise.verify.machine_checks import Check, check_software, passed_check
+from shardwise.verify.machine_checks import Check, check_software
 
 REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
 REQUIRES += ['protobuf>=4.25; extra == "pieces"', 'sentencepiece>=0.2; extra == "pieces"']
@@ -132,10 +132,10 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     found = f"{tmp_path}/cache of https://u:hidden-word@host cannot be written"
     bad = Check("cache", "wrong", found, "make it writable")
-    monkeypatch.setattr(machine_checks, "check_software", lambda: iter([passed_check("torch", "2.13.0")]))
+    monkeypatch.setattr(machine_checks, "check_software", lambda: iter([Check("torch", "ok", "2.13.0")]))
     monkeypatch.setattr(machine_checks, "check_machine", lambda _: iter([bad]))
     monkeypatch.setattr(ranks, "prepared_check", nullcontext)
-    monkeypatch.setattr(ranks, "check_collective", lambda: passed_check("collective", "2 ranks"))
+    monkeypatch.setattr(ranks, "check_collective", lambda: Check("collective", "ok", "2 ranks"))
 
 
 @pytest.mark.usefixtures("some")

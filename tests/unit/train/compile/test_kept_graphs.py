@@ -1,4 +1,4 @@
-"""What a run tells of graphs that its cache lacks or cannot keep. On several ranks: tests/dist/test_kept_graphs.py."""
+"""What a run tells of graphs that its cache lacks or cannot keep (on ranks: tests/dist/test_compiled_training.py)."""
 
 import os
 import subprocess
