@@ -17,6 +17,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.launch import rank_process
 from tests.dist import own_models
 from tests.e2e.command import shardwise as command
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 
 def failing(event: dict[str, Any]) -> None:
@@ -145,15 +148,7 @@ def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("overrides", "arguments", "problem"),
-    [
-        ({}, {"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
-        ({}, {"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
-        ({}, {"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
-        ({"parallel": {"tensor": 2}}, {}, r"the number of ranks \(1\).*torchrun --nproc_per_node=2"),
-        ({"data": {"dataset": None}}, {}, r"data.path, data.blend or data.dataset must name the data"),
-        ({"train": {"global_batch": 9}}, {}, r"train.global_batch \(9\) must be a multiple"),
-        ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, {}, r"there is no module nowhere"),
-    ],
+    ROWS["wrong"],
 )
 def test_wrong_arguments_are_refused(
     recipe: str, overrides: dict[str, Any], arguments: dict[str, Any], problem: str

@@ -15,6 +15,9 @@ from shardwise.config.load import config_from_sections
 from shardwise.config.recipe_files import recipe_text
 from shardwise.config.schema import recipe_schema
 from tests.arch.source import ROOT
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 SCHEMA = recipe_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -45,16 +48,7 @@ def test_recipes_of_the_pages_fit() -> None:
 
 @pytest.mark.parametrize(
     ("change", "place"),
-    [
-        ({"train": {"stepz": 3}}, "train"),
-        ({"train": {"steps": "many"}}, "train.steps"),
-        ({"train": {"recompute": "some"}}, "train.recompute"),
-        ({"trian": {}}, ""),
-        ({"model": {"layer_norm_eps": 1e-5}}, "model"),
-        ({"model": {"family": "lama"}}, "model.family"),
-        ({"parallel": {"tensor": True}}, "parallel.tensor"),
-        ({"evaluation": {"sets": {"code": {"pth": "x"}}}}, "evaluation.sets.code"),
-    ],
+    ROWS["refused"],
 )
 def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place: str) -> None:
     values = parse_yaml(recipe_text("llama2-tiny"), "")

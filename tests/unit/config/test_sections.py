@@ -5,23 +5,19 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import OptimizerConfig, PrecisionConfig, apply_overrides, config_from_sections, load_config
+from tests.rows import rows_of
 from tests.unit.config.refusals import layout_of, problem
+
+ROWS = rows_of(__file__)
 
 
 @pytest.mark.parametrize(
     ("keys", "accelerator", "expected"),
-    [
-        ({}, False, ("float32",) * 4),
-        ({}, True, ("bfloat16", "float32", "float32", "float32")),
-        ({"mode": "float32"}, True, ("float32",) * 4),
-        ({"mode": "mixed"}, False, ("bfloat16", "float32", "float32", "float32")),
-        ({"mode": "bfloat16"}, False, ("bfloat16",) * 4),
-        ({"mode": "bfloat16", "optimizer": "float32", "reduce": "float32"}, True, ("bfloat16",) * 2 + ("float32",) * 2),
-    ],
+    ROWS["precisions"],
 )
-def test_precision_of_each_mode(keys: dict[str, str], accelerator: bool, expected: tuple[str, ...]) -> None:
+def test_precision_of_each_mode(keys: dict[str, str], accelerator: bool, expected: list[str]) -> None:
     precision = PrecisionConfig.model_validate(keys).resolved(accelerator)
-    assert (precision.parameter, precision.gradient, precision.reduce, precision.optimizer) == expected
+    assert (precision.parameter, precision.gradient, precision.reduce, precision.optimizer) == tuple(expected)
 
 
 def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
@@ -47,14 +43,7 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "keys", "section", "expected"),
-    [
-        ("quickstart", "model.num_key_value_heads=null", "model", {"num_key_value_heads": 4}),
-        ("quickstart", "model.head_dim=null", "model", {"head_dim": 32}),
-        ("llama2-tiny", "", "optimizer", {"eps": 1e-8}),
-        ("llama2-tiny", "optimizer.name=lamb", "optimizer", {"eps": 1e-6}),
-        ("llama2-tiny", "checkpoint.resume=10 train.skip_batches=3", "train", {"skip_batches": 3}),
-        ("quickstart", "", "checkpoint", {"every_minutes": 30}),
-    ],
+    ROWS["derived"],
 )
 def test_what_a_key_is_derived_from(recipe: str, keys: str, section: str, expected: dict[str, object]) -> None:
     config = load_config(recipe, keys.split())
