@@ -4,9 +4,13 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.cli import main
+from shardwise.cli.entry import COMMANDS
 from shardwise.config import OptimizerConfig, PrecisionConfig, apply_overrides, config_from_sections, load_config
+from shardwise.config.suggestions import REMOVED
 from tests.rows import rows_of
 from tests.unit.config.refusals import layout_of, problem
+from tests.unit.config.test_families import OWN, problems
 
 ROWS = rows_of(__file__)
 
@@ -103,3 +107,49 @@ def test_steps_after_the_last_point_that_learn_nothing_are_told(factor: float | 
     lines = settings.steps_without_rate(steps)
     assert len(lines) == told
     assert not told or lines[0].startswith(f"steps 20 to {steps} (train.steps) have a learning rate of 0, ")
+
+
+EVERY = "train.eval_every=2"
+
+
+def test_a_set_is_a_path_or_keys_of_data() -> None:
+    given = "evaluation.sets={code: code.txt, wiki: {path: wiki.jsonl, text_key: body}}"
+    config = load_config("llama2-tiny", [EVERY, given])
+    sets = config.evaluation.sets
+    assert (sets["code"].path, sets["wiki"].text_key) == ("code.txt", "body")
+    assert sets["code"].split == sets["wiki"].split == "1,0"
+    assert config_from_sections(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
+    # Nothing need be held out beside sets.
+    keys = [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"]
+    assert layout_of(keys, world=1)
+    assert not load_config("llama2-tiny", keys).evaluates_held_out
+    assert problem("evaluation.sets.a=x", world=1).startswith("evaluation.sets (a) need train.eval_every")
+    told = "evaluation.tasks must be left out with model.family bert"
+    assert problem("evaluation.tasks=[x]", recipe="bert-tiny", world=1).startswith(told)
+
+
+@pytest.mark.parametrize("spelling", REMOVED)
+def test_what_was_removed_is_answered_by_what_to_use_instead(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
+    *command, name = spelling.split()
+    if not command:
+        name, _, value = name.partition("=")
+        command, name = ["train", "quickstart"], f"{name}={value or 'x'}"
+    assert command[0] in COMMANDS
+    assert main([*command, name]) == 2
+    assert f"{spelling} was removed: {REMOVED[spelling]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("degree", "schedule", "batches"),
+    [(4, "1f1b", [4]), (2, "dualpipev", [4]), (4, "interleaved", [8, 10]), (4, "interleaved_zero_bubble", [12, 15])],
+)
+def test_batches_that_a_refusal_names_are_taken(degree: int, schedule: str, batches: list[int]) -> None:
+    """The refusals themselves are rows of refusals.yaml."""
+    keys = ["train.micro_batch=1", f"parallel.pipeline={degree}", f"parallel.schedule={schedule}"]
+    for batch in batches:
+        assert layout_of([*keys, f"train.global_batch={batch}"], "gpt-tiny", degree).pipeline == degree
+
+
+def test_a_model_of_your_own_has_no_stages() -> None:
+    (sentence,) = problems(OWN, world=2, parallel={"pipeline": 2})
+    assert sentence.startswith("parallel.pipeline (2) must be 1 with a model of your own (model.family my.package")

@@ -15,7 +15,7 @@ from shardwise.distributed.placement import SEEDED_ROWS, Box, Init, Piece, Place
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.linear import GQAQKVColumnParallelLinear, MergedColumnParallelLinear
 from shardwise.layers.norm import RMSNorm
-from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import pretend_group
 
 NORMAL = Init.normal(0.02)
 

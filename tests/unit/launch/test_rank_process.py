@@ -1,13 +1,16 @@
-"""How a rank ends: what it says, and with which exit code."""
+"""How a rank ends: what it says, with which exit code, and with its parent."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from shardwise.launch import rank_process as process
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
 from shardwise.launch.first_failure import Failure, read_first_failure, stop_record
 from shardwise.launch.stop_requests import NOTICE, training_mark
@@ -190,3 +193,29 @@ def test_launched(body: str, code: int, text: str, tmp_path: Path) -> None:
     assert read_first_failure(error_file) == (Failure(1, shown, code) if code else None)
     assert log.exists()
     assert (tmp_path / "done-0001").exists() == (code == 0)
+
+
+SECONDS = 120.0
+CHILD = (
+    "from shardwise.launch import rank_process as guard; guard.die_with_parent(); print('ready', flush=True); input()"
+)
+
+
+def test_a_parent_that_died_before_is_noticed() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environment = {**os.environ, PARENT_PID: str(gone.pid)}
+    child = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=SECONDS)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[tuple[int, int]] = []
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(process, "_PARENT_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(process.os, "kill", lambda *call: killed.append(call))
+    watcher = threading.Thread(target=process._end_after, args=(7,))
+    watcher.start()
+    watcher.join(SECONDS)
+    assert killed == [(os.getpid(), signal.SIGKILL)]

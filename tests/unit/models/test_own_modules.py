@@ -7,7 +7,7 @@ from torch import nn
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
 from tests.rows import rows_of
-from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import pretend_group
 from tests.unit.models.own_classes import Write, build, config, unbuildable
 
 ROWS = rows_of(__file__)

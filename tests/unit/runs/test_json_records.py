@@ -1,15 +1,22 @@
-"""Records of a run's folder: JSON with bounds, and fields of the types that a run writes."""
+"""What is read of a run's events: JSON with bounds, numbers that must be equal to the bit, the last event, layouts."""
 
+import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value
+from shardwise.runs import events
+from shardwise.runs.events import last_event
+from shardwise.runs.folder import RunDirectory
 from shardwise.runs.json_records import record_instance, record_of_json, typed_record
+from shardwise.runs.layout_spans import layout_spans, spans_text
+from shardwise.runs.state_records import StateRecords
 from shardwise_jobs.restarts import AttemptEnding
 from tests.monitor_runs import ending
 
@@ -57,3 +64,88 @@ def test_fault_21_large_files_and_pipes_are_refused(tmp_path: Path, monkeypatch:
     ):
         with pytest.raises(OSError, match=reason):
             read_plain(tmp_path / name)
+
+
+def records(folder: Path, *events: dict[str, Any]) -> StateRecords:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return StateRecords.of(RunDirectory(folder))
+
+
+def step(number: int, loss: float) -> dict[str, Any]:
+    return {"event": "step", "step": number, "loss": loss, "grad_norm": loss / 2}
+
+
+def state(number: int, text: str, digests: str, **fields: Any) -> dict[str, Any]:
+    return {"event": "state_hash", "step": number, "hash": text, "tensors": {"model": digests}, **fields}
+
+
+NAMES = {"names": {"model": ["a", "b"]}}
+
+
+def test_steps_that_were_undone_are_left_out(tmp_path: Path) -> None:
+    found = records(
+        tmp_path / "run",
+        {"event": "start", "ranks": 2, "steps_before": 0},
+        step(1, 4.0),
+        state(1, "one", "0000000011111111", **NAMES),
+        step(2, 3.0),
+        state(2, "two", "0000000022222222"),
+        {"event": "start", "ranks": 2, "steps_before": 2},
+        {"event": "resume", "step": 2, "changes": ["optimizer.lr 1 → 2"]},
+        {"event": "start", "ranks": 4, "steps_before": 1},
+        {"event": "resume", "step": 1, "changes": ["parallel.tensor 1 → 2"]},
+        step(2, 2.5),
+    )
+    assert found.losses == {1: 4.0, 2: 2.5}
+    assert found.norms == {1: 2.0, 2: 1.25}
+    assert list(found.hashes) == [1]
+    assert found.hashes[1].tensors == {"model/a": "00000000", "model/b": "11111111"}
+    assert found.ranks == 4
+    assert found.begin == 0
+    # The first of them has been in force since the second.
+    assert found.changes == [(1, "optimizer.lr 1 → 2"), (1, "parallel.tensor 1 → 2")]
+
+
+@pytest.mark.parametrize(("until", "step"), [(-1.0, None), (0.0, 0), (100.0, 99), (700.2, 700), (1e9, 999)])
+def test_the_last_event_until_a_time_is_found_by_few_reads(until: float, step: int | None, tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"event": "step", "step": second, "time": f"1970-01-01T00:{second // 60:02}:{second % 60:02}+00:00"})
+        for second in range(1000)
+    ]
+    lines[100] = lines[100][:30]  # a crash
+    RunDirectory(tmp_path).metrics.write_text("\n".join(lines) + "\n")
+    with patch.object(events, "record_of_json", side_effect=events.record_of_json) as read:
+        event = last_event(tmp_path, "step", until=until)
+    assert (event and event["step"]) == step
+    assert read.call_count < 40
+
+
+def start(tensor: Any, data: int, steps_before: int | None = None) -> dict[str, Any]:
+    layout = {"tensor": tensor, "pipeline": 1, "data": data, "sequence": True}
+    event = {"event": "start", "layout": layout}
+    return event if steps_before is None else event | {"steps_before": steps_before}
+
+
+def resume(step: int) -> dict[str, Any]:
+    return {"event": "resume", "step": step}
+
+
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [
+        ([], ""),
+        ([start(1, 1, 0)], "one process"),
+        ([start(2, 1, 0), start(1, 2, 60)], "TP 2 + SP to step 60, then DP 2"),
+        ([start(2, 1, 0), start(2, 1, 30), start(1, 2, 60)], "TP 2 + SP to step 60, then DP 2"),
+        ([start(2, 1, 0), start(1, 2, 1000), start(1, 1, 2000)],
+         "TP 2 + SP to step 1,000, DP 2 to step 2,000, then one process"),
+        ([start(2, 1, 0), start(1, 2, 60), start(1, 1, 60)], "TP 2 + SP to step 60, then one process"),
+        ([start(2, 1, 0), start(1, 2, 60), start(2, 1, 40)], "TP 2 + SP"),
+        ([start(2, 1), start(1, 2), resume(60)], "TP 2 + SP to step 60, then DP 2"),
+        ([start("2", 1, 0), start(1, 2, 60)], ""),
+    ],
+    ids=["none", "one", "two", "merged", "three", "no step", "back", "older", "text"],
+)  # fmt: skip
+def test_layouts_of_the_steps_that_count(events: list[dict[str, Any]], text: str) -> None:
+    assert spans_text(layout_spans(events)) == text
