@@ -146,10 +146,7 @@ def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_pa
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "arguments", "problem"),
-    ROWS["wrong"],
-)
+@pytest.mark.parametrize(("overrides", "arguments", "problem"), ROWS["wrong"])
 def test_wrong_arguments_are_refused(
     recipe: str, overrides: dict[str, Any], arguments: dict[str, Any], problem: str
 ) -> None:

@@ -68,10 +68,7 @@ def test_a_plot_has_a_line_for_each_run() -> None:
     pyplot.close("all")
 
 
-@pytest.mark.parametrize(
-    ("others", "options", "problem"),
-    ROWS["wrong"],
-)
+@pytest.mark.parametrize(("others", "options", "problem"), ROWS["wrong"])
 def test_a_wrong_choice_is_a_sentence(others: tuple[Any, ...], options: dict[str, Any], problem: str) -> None:
     write_run(Path("one"), [Start(0, 3)], mesh=MESH)
     Path("young").mkdir()

@@ -56,10 +56,7 @@ def test_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visibl
     assert hardware.accelerators(dev) == ("cpu", 0), "a torch built for CPUs uses none"
 
 
-@pytest.mark.parametrize(
-    ("cores", "variables", "expected"),
-    ROWS["cores"],
-)
+@pytest.mark.parametrize(("cores", "variables", "expected"), ROWS["cores"])
 def test_neuron_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, variables: dict[str, str], expected: int
 ) -> None:
@@ -72,10 +69,7 @@ def test_neuron_cores(
     assert hardware.accelerators(devices(tmp_path, "neuron0", "neuron1"), tmp_path / "sys") == ("neuron", expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    ROWS["wrong"],
-)
+@pytest.mark.parametrize(("name", "value", "says"), ROWS["wrong"])
 def test_wrong_numbers_of_cores(
     name: str, value: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,10 +78,7 @@ def test_wrong_numbers_of_cores(
         hardware.accelerators(devices(tmp_path, "neuron0"), tmp_path / "sys")
 
 
-@pytest.mark.parametrize(
-    ("build", "present", "plugin", "autoload", "asked"),
-    ROWS["asked"],
-)
+@pytest.mark.parametrize(("build", "present", "plugin", "autoload", "asked"), ROWS["asked"])
 def test_torch_is_asked_where_files_do_not_tell(
     build: str, present: str, plugin: bool, autoload: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

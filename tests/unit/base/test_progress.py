@@ -77,7 +77,7 @@ class Turns:
         return len(self.waits) > self._turns
 
 
-def test_short_and_hidden_work_shows_nothing(screen: Screen) -> None:
+def test_a_bar_vanishes_and_short_or_hidden_work_has_none(screen: Screen, clock: SimpleNamespace) -> None:
     """On a terminal, work that ends within the first wait draws nothing; in a log, within half a minute."""
     log = io.StringIO()
     for stream, waits in ((screen.stream, [module.AFTER_SECONDS, module.EVERY_SECONDS]), (log, [module.EVERY_SECONDS])):
@@ -93,9 +93,6 @@ def test_short_and_hidden_work_shows_nothing(screen: Screen) -> None:
         pass
     assert "abc" not in screen.text()
     assert "\x1b[31m" not in screen.text()
-
-
-def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: SimpleNamespace) -> None:
     work = progress("exporting to x", 4 << 20, "")
     work.advance(1 << 20)
     clock.now += 2

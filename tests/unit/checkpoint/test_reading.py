@@ -87,17 +87,14 @@ class Everything:
             read_tensors(self.source, self.wants, Mesh(device="cpu"))
 
 
-def test_a_store_without_an_answer_is_no_damage(tmp_path: Path) -> None:
+def test_a_store_without_an_answer_is_no_damage_and_damage_stays_damage(tmp_path: Path) -> None:
     """And it is asked once: each answer may take minutes not to come."""
     whole, first = Everything(tmp_path), "rank-00000.safetensors"
     with pytest.raises(StoreError, match=rf"{first} cannot be read: no answer within 60 s$") as met:
         whole.read(first, TimeoutError("no answer within 60 s"))
     assert type(met.value) is StoreError
     assert whole.reads.count(first) == 1
-
-
-def test_damage_stays_damage_whatever_else_gives_no_answer(tmp_path: Path) -> None:
-    whole = Everything(tmp_path)
+    whole = Everything(tmp_path / "damaged")
     damaged = whole.folder.local() / "model.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -143,17 +140,14 @@ def test_bytes_in_order(limit: int | None) -> None:
     assert carried(buffer, tensors) == wanted, "second save, in blocks used before"
 
 
-def test_a_given_up_save_reaches_the_writer() -> None:
+def test_a_given_up_save_reaches_the_writer_and_memory_stays_within_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = HostBuffer(CPU)
     buffer.put(torch.ones(10))
     buffer.abort()
     with pytest.raises(CopyAborted):
         list(buffer.blocks())
     assert carried(buffer, [torch.ones(2)]) == torch.ones(2).numpy().tobytes(), "the next save is whole again"
-
-
-def test_memory_stays_within_the_limit_and_what_is_pinned_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinned memory is lost to other programs as long as the run lasts; beyond the bound other memory is used."""
+    # Pinned memory is lost to other programs as long as the run lasts; beyond the bound other memory is used.
     allocated, pinned, empty = list[int](), list[bool](), torch.empty
 
     def counting(size: int, *, pin_memory: bool = False, **options: object) -> torch.Tensor:

@@ -63,10 +63,7 @@ def test_positions_windows_and_other_names_of_keys() -> None:
     assert model_of("gpt_neox", rotary_emb_base=5000) == model_of("gpt_neox", rope_theta=5000)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "problem"),
-    ROWS["refused"],
-)
+@pytest.mark.parametrize(("family", "changes", "problem"), ROWS["refused"])
 def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: str) -> None:
     found = problems({"family": family, **SIZES, **changes})
     assert len(found) == 1, found
@@ -82,10 +79,7 @@ def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
     assert check_layout(config_of(OWN, parallel={"tensor": 7}), 7).tensor == 7
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    ROWS["own"],
-)
+@pytest.mark.parametrize(("changes", "problem"), ROWS["own"])
 def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: str) -> None:
     found = problems({**OWN, **changes}, world=2, parallel={"tensor": 2})
     assert len(found) == 1, found

@@ -62,7 +62,7 @@ def test_what_no_trained_tokenizer_can_do_needs_one_or_weights(keys: list[str]) 
         assert layout_of([*keys, given], world=1)
 
 
-def test_all_misfits_are_told_at_once() -> None:
+def test_all_misfits_are_told_at_once_and_a_layout_checks_itself() -> None:
     overrides = ("parallel.sequence=true", "train.global_batch=9", "optimizer.warmup_steps=99")
     found = problems("parallel.tensor=3", *overrides, world=6)
     names = ["train.global_batch", *["parallel.tensor"] * 3, "optimizer.warmup_steps"]
@@ -71,9 +71,6 @@ def test_all_misfits_are_told_at_once() -> None:
     assert heads in problems("parallel.tensor=3", world=3)
     told = "parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones"
     assert problem("parallel.context=2", recipe="bert-tiny", world=2).startswith(told)
-
-
-def test_a_layout_checks_itself_and_is_recorded_under_the_names_of_the_format() -> None:
     for world, tensor, least in ((2, 2, 4), (6, 4, 8)):
         told = rf"number of ranks \({world}\) must be a multiple of .*\({tensor} × 2 = {least}\): nearest {least}"
         with pytest.raises(ConfigError, match=told):

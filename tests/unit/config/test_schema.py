@@ -46,10 +46,7 @@ def test_recipes_of_the_pages_fit() -> None:
     assert found
 
 
-@pytest.mark.parametrize(
-    ("change", "place"),
-    ROWS["refused"],
-)
+@pytest.mark.parametrize(("change", "place"), ROWS["refused"])
 def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place: str) -> None:
     values = parse_yaml(recipe_text("llama2-tiny"), "")
     for section, keys in change.items():

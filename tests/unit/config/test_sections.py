@@ -15,16 +15,13 @@ from tests.unit.config.test_families import OWN, problems
 ROWS = rows_of(__file__)
 
 
-@pytest.mark.parametrize(
-    ("keys", "accelerator", "expected"),
-    ROWS["precisions"],
-)
+@pytest.mark.parametrize(("keys", "accelerator", "expected"), ROWS["precisions"])
 def test_precision_of_each_mode(keys: dict[str, str], accelerator: bool, expected: list[str]) -> None:
     precision = PrecisionConfig.model_validate(keys).resolved(accelerator)
     assert (precision.parameter, precision.gradient, precision.reduce, precision.optimizer) == tuple(expected)
 
 
-def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
+def test_a_batch_for_a_number_of_ranks_and_anything_else_to_go_on_at() -> None:
     config = load_config("llama2-tiny", ["train.global_batch=8 per 32 ranks"])
     assert config.train.global_batch == 8, "before the number of ranks is known, it is that of the rule"
     assert config.with_batch_for(64).train.global_batch == 16
@@ -43,12 +40,12 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
     for wrong in ("8 per node", "0 per 32 ranks", "8 per 0 ranks"):
         told = f"train.global_batch ('{wrong}') must be a whole number, or 'N per M ranks'"
         assert problem(f"train.global_batch={wrong}") == told
+    for value, shown in [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")]:
+        told = f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
+        assert problem(f"checkpoint.resume={value}") == told
 
 
-@pytest.mark.parametrize(
-    ("recipe", "keys", "section", "expected"),
-    ROWS["derived"],
-)
+@pytest.mark.parametrize(("recipe", "keys", "section", "expected"), ROWS["derived"])
 def test_what_a_key_is_derived_from(recipe: str, keys: str, section: str, expected: dict[str, object]) -> None:
     config = load_config(recipe, keys.split())
     assert config.model_dump()[section].items() >= expected.items()
@@ -61,12 +58,6 @@ def test_what_a_key_is_derived_from(recipe: str, keys: str, section: str, expect
 )
 def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected: int) -> None:
     assert load_config("bert-tiny", overrides).data.predictions(length) == expected
-
-
-def test_anything_else_to_go_on_at_is_one_mistake() -> None:
-    for value, shown in [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")]:
-        told = f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
-        assert problem(f"checkpoint.resume={value}") == told
 
 
 @pytest.mark.parametrize(("key", "login", "scheme"), [("path", "AKIA:se/cr+et", "https"), ("load", ":word", "az")])

@@ -74,7 +74,7 @@ def resolved(*overrides: str) -> dict[str, Any]:
     return load_config("llama2-tiny", ["data.dataset=null", WEB, CODE, *overrides]).recorded()
 
 
-def test_stages_and_changes_of_a_mixture() -> None:
+def test_stages_and_changes_of_a_mixture_and_that_of_the_page() -> None:
     stages = ("data.stages=[{at: 20, weights: {web: 1}}]", "train.steps=20")
     told = "data.stages.0.at (20) must be less than train.steps (20): leave out"
     assert problem("data.dataset=null", WEB, *stages, world=1).startswith(told)
@@ -98,9 +98,6 @@ def test_stages_and_changes_of_a_mixture() -> None:
     }.items():
         with pytest.raises(ConfigError, match=expected):
             check_changes([key])
-
-
-def test_the_mixture_of_the_page_is_read() -> None:
     page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
     section = page.partition("\n## Mixtures and stages")[2].partition("\n## ")[0]
     (text,) = re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
@@ -116,16 +113,13 @@ TOKENS_OF_STEP = 8 * 256
 POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
 
 
-def test_tokens_are_written_as_they_are_read() -> None:
+def test_tokens_are_written_as_they_are_read_by_all_keys_that_count_steps() -> None:
     for text in ["500k", "1.5T", "300B", "2M", "1.234567M", "0.5k"]:
         assert tokens_text(parse_tokens(text)) == text
         number, unit = float(text[:-1]), {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}[text[-1]]
         assert parse_tokens(f"{text[:-1]} {text[-1]} tokens") == parse_tokens(text) == round(number * unit)
     for text in ["20", 400 * "9" + "B", "20X", "20b", "1e9", "-2M", "M", "", "auto", 20, None, True]:
         assert parse_tokens(text) is None
-
-
-def test_all_keys_that_count_steps_take_tokens_and_other_texts_are_refused() -> None:
     keys = {
         "train.steps": "4M",
         "train.eval_every": "1M",

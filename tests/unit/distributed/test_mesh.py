@@ -40,7 +40,9 @@ def test_a_degree_is_a_whole_number(axis: str, degree: Any) -> None:
     assert Mesh(**{axis: np.int64(1)}, device="cpu").world.size == 1  # type: ignore[arg-type]
 
 
-def test_a_launched_process_without_a_process_group_is_told_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_takes_the_launchers_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     told = (
         r"^a launcher started 2 ranks \(WORLD_SIZE\), and each would train alone: call torch\.distributed"
@@ -49,9 +51,6 @@ def test_a_launched_process_without_a_process_group_is_told_what_to_call(monkeyp
     for tensor in (1, 2):
         with pytest.raises(RuntimeError, match=told):
             Mesh(tensor=tensor, device="cpu")
-
-
-def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, timedelta]] = []
     watched: list[float] = []
     defaults: list[timedelta] = []

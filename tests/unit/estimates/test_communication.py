@@ -57,7 +57,7 @@ def bucket_elements() -> int:
     return sum(-(-elements // 128) * 128 for elements in (matrices, (2 * L + 1) * H))
 
 
-def test_tensor_parallelism_and_berts_heads() -> None:
+def test_tensor_parallelism_berts_heads_zero_and_shared_heads() -> None:
     """One process is silent. Any other layout is measured on ranks by tests/dist/test_cells.py."""
     n = 4  # micro-batches
     whole = n * HIDDEN * (1 + 2 * L + 1 + 2 * L) + n * STATS  # embedding, blocks, head's dx, blocks backward
@@ -75,9 +75,6 @@ def test_tensor_parallelism_and_berts_heads() -> None:
     assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
     evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
     assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
-
-
-def test_what_zero_and_shared_heads_send() -> None:
     for kv_heads, axis in [(2, "tp/2"), (1, "tp")]:
         chosen = section("llama", num_key_value_heads=kv_heads)
         transfers = step_transfers(make_config(chosen), Layout(4, tensor=4))

@@ -76,7 +76,7 @@ def test_a_ranks_parameters_are_its_stages(name: str, stages: str, tensor: int) 
     assert local_parameter_count(config(name).model, tensor, stages=STAGES[stages]) == sum(n for n, _ in stored)
 
 
-def test_padding_of_the_vocabulary_and_the_175b_layout() -> None:
+def test_padding_of_the_vocabulary_and_the_ranks_that_need_most() -> None:
     chosen = config("llama", parallel={"vocab_multiple": 16})
     rows = {multiple: local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
     assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
@@ -92,9 +92,6 @@ def test_padding_of_the_vocabulary_and_the_175b_layout() -> None:
     assert held[1:-1] == [12 * block] * 6
     assert held[0] == 12 * block + (1664 + 2048) * hidden
     assert held[-1] == 12 * block + (1664 + 2) * hidden
-
-
-def test_the_ranks_of_pipelines_that_hold_losses_and_need_most() -> None:
     chosen = config(pipeline=1, schedule="gpipe")
     (found,) = memory(chosen)
     assert found.pipeline == 0

@@ -86,7 +86,7 @@ def test_bytes_per_parameter(
     assert memory.optimizer == state * elements // data
 
 
-def test_muon_keeps_one_state_of_each_matrix_of_a_block() -> None:
+def test_muon_zero_and_what_is_not_known() -> None:
     for data in [1, 4]:
         chosen = make_config(section("llama"), optimizer={"name": "muon"})
         matrices = local_parameter_count(chosen.model, 1, block_matrices=True) or 0
@@ -94,10 +94,7 @@ def test_muon_keeps_one_state_of_each_matrix_of_a_block() -> None:
         wanted = 4 * (2 * parameters(chosen) - matrices) / data
         assert 0 <= found - wanted < 4 * 2 * 32 * 3, "but for the padding of three kinds of buckets"
         assert checkpoint_bytes(chosen) == 4 * (3 * parameters(chosen) - matrices)
-
-
-def test_zero_shares_state_over_data_parallelism_alone_and_nothing_is_known_of_own_models() -> None:
-    """Two moments in float32 of a quarter of what a tensor-parallel rank holds, and padding."""
+    # Two moments in float32 of a quarter of what a tensor-parallel rank holds, and padding.
     state = estimate(config(), Layout(8, tensor=2)).optimizer
     assert state == pytest.approx(2 * 4 * parameters(config(), 2) / 4, rel=1e-3)
     assert parameter_count(OWN.model) is None
@@ -267,7 +264,7 @@ def chosen(memory: float | None, *overrides: str) -> tuple[str, bool]:
     return config.recompute, config.regathers
 
 
-def test_the_first_choice_that_fits_is_taken() -> None:
+def test_the_first_choice_that_fits_is_taken_and_inputs_are_gathered_again_if_memory_asks() -> None:
     needed = []
     for recompute, regathers in ORDER:
         given = (f"train.recompute={recompute}", f"parallel.sequence_regather={str(regathers).lower()}")
@@ -277,9 +274,6 @@ def test_the_first_choice_that_fits_is_taken() -> None:
     for choice, bytes_needed in zip(ORDER, needed, strict=True):
         assert chosen(bytes_needed, "train.recompute=auto") == choice
     assert chosen(1, "train.recompute=auto") in (ORDER[-1], ("full", True)), "where none fits, the least"
-
-
-def test_inputs_are_gathered_again_only_if_memory_asks() -> None:
     needed = total(llama("train.recompute=none", "parallel.sequence_regather=false"))
     assert chosen(needed, "train.recompute=none") == ("none", False)
     assert chosen(needed - 1, "train.recompute=none") == ("none", True)
@@ -289,7 +283,7 @@ def test_inputs_are_gathered_again_only_if_memory_asks() -> None:
     assert chosen(None, "train.recompute=none") == ("none", False)
 
 
-def test_choices_are_named_and_what_is_not_known_is_refused() -> None:
+def test_choices_are_named_and_keys_come_in_a_ring_if_memory_asks() -> None:
     config = llama("train.recompute=auto")
     assert memory_choice_text(fit(config, 1e15), config) == "train.recompute=none"
     assert (memory_choice_text(fit(config, 1), config) or "").startswith("train.recompute=full")
@@ -299,9 +293,6 @@ def test_choices_are_named_and_what_is_not_known_is_refused() -> None:
     own = OWN.with_keys(train={"recompute": "auto"})
     with pytest.raises(ConfigError, match="must be none, selective or full for a model of your own"):
         fit(own, 1e9, check_layout(own, 1))
-
-
-def test_keys_come_in_a_ring_only_if_memory_asks() -> None:
     layout = Layout(16, tensor=1, context=16)
     long = ("train.sequence_length=262144", "model.max_position_embeddings=262144", "train.global_batch=16")
     keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=16", "train.recompute=full", *long)

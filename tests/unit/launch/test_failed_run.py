@@ -61,17 +61,7 @@ def test_a_loss_that_is_not_finite_comes_again_without_a_checkpoint(checkpoint: 
     assert (facts["checkpoint"], facts["resume"] is not None) == (checkpoint, checkpoint > 0)
 
 
-def test_lines_of_a_failure_before_a_step_and_with_a_traceback(run: Path) -> None:
-    lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
-    assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")
-    assert not any("lost" in line for line in lines)
-    log = run / "logs/rank-0001.log"
-    failure = Failure(1, f"rank 1 failed: ValueError: x\ntraceback: {log}", 1)
-    lines = failure_text(failure, run, FIRST, None).splitlines()
-    assert lines[:2] == ["FAILED at step 25: rank 1 failed: ValueError: x.", f"log: {log}"]
-
-
-def test_wrong_input_is_no_failure_and_a_rank_that_lost_another_leaves_its_record(run: Path, tmp_path: Path) -> None:
+def test_lines_of_failures_and_wrong_input_which_is_none(run: Path, tmp_path: Path) -> None:
     wrong = Failure(0, "data.path (x) must be there", 2)
     assert failure_text(wrong, run, FIRST, None) == wrong.text
     assert failure_text(KILLED, tmp_path / "new", FIRST, None) == KILLED.text
@@ -81,6 +71,13 @@ def test_wrong_input_is_no_failure_and_a_rank_that_lost_another_leaves_its_recor
     failure_text(KILLED, run, FIRST, None)
     assert failure_text(LOST, run, FIRST, None) == LOST.text
     assert json.loads((run / "failure.json").read_text())["rank"] == 1
+    lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
+    assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")
+    assert not any("lost" in line for line in lines)
+    log = run / "logs/rank-0001.log"
+    failure = Failure(1, f"rank 1 failed: ValueError: x\ntraceback: {log}", 1)
+    lines = failure_text(failure, run, FIRST, None).splitlines()
+    assert lines[:2] == ["FAILED at step 25: rank 1 failed: ValueError: x.", f"log: {log}"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_the_command_after_a_stop(variables: dict[str, str], expected: str, monk
     assert continuing_command(Path("runs/a")) == expected
 
 
-def test_the_first_report_stays_and_one_that_is_cut_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_report_stays_and_its_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     assert read_first_failure(path) is None
@@ -124,6 +121,11 @@ def test_the_first_report_stays_and_one_that_is_cut_is_none(tmp_path: Path, monk
     assert read_first_failure(path) == Failure(3, "the cause: α", 2)
     (tmp_path / "error.json").write_text('{"rank": 1, "te')
     assert read_first_failure(tmp_path / "error.json") is None
+    log = tmp_path / "rank-0005.log"
+    log.touch()
+    failure = root_cause(None, {5: 3}, tmp_path)
+    assert failure.log == str(log)
+    assert failure.told == f"rank 5 ended with exit code 3 and named no reason\nlog: {log}"
 
 
 REPORT = Failure(0, "connection closed by peer", 1)
@@ -154,11 +156,3 @@ def killed(rank: int, reason: str) -> str:
 )
 def test_root_cause(reported: Failure | None, exit_codes: dict[int, int], text: str, tmp_path: Path) -> None:
     assert root_cause(reported, exit_codes, tmp_path).text == text
-
-
-def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
-    log = tmp_path / "rank-0005.log"
-    log.touch()
-    failure = root_cause(None, {5: 3}, tmp_path)
-    assert failure.log == str(log)
-    assert failure.told == f"rank 5 ended with exit code 3 and named no reason\nlog: {log}"

@@ -139,12 +139,15 @@ if rank == 0:
     assert wait_for(lambda: not any(alive(pid) for pid in pids(tmp_path)))
 
 
-def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_rank_and_one_without_ranks_names_the_log(tmp_path: Path) -> None:
     launcher = begin(tmp_path, command(tmp_path, HANG))
     assert wait_for(lambda: len(pids(tmp_path)) == 2)
     launcher.kill()
     launcher.communicate(timeout=120)
     assert wait_for(lambda: not any(alive(pid) for pid in pids(tmp_path)))
+    text = failure(tmp_path, ["/no/such/program"])
+    assert re.search(r"ended with exit code 1\nlog: .*launcher.log\n$", text)
+    assert "/no/such/program" in (tmp_path / "logs" / "launcher.log").read_text()
 
 
 TRAINS = """
@@ -209,12 +212,6 @@ if rank == 1:
     _, error = launcher.communicate(timeout=120)
     assert error == f"{NOTICE}\n1: the checkpoint could not be written\n"
     assert not any(alive(pid) for pid in pids(tmp_path))
-
-
-def test_a_launcher_that_cannot_start_its_ranks_names_the_log(tmp_path: Path) -> None:
-    text = failure(tmp_path, ["/no/such/program"])
-    assert re.search(r"ended with exit code 1\nlog: .*launcher.log\n$", text)
-    assert "/no/such/program" in (tmp_path / "logs" / "launcher.log").read_text()
 
 
 @pytest.mark.parametrize(("done", "early"), [((), 0), ((0,), 1), ((1,), 0)])

@@ -44,7 +44,7 @@ def test_the_first_signal_asks_for_a_stop(name: str, tmp_path: Path) -> None:
     assert stop_requests.requested(tmp_path) is None, "another run in this process was not asked"
 
 
-def test_the_second_ends_at_once_but_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = clock(monkeypatch)
     stop_requests.install()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -53,10 +53,7 @@ def test_the_second_ends_at_once_but_one_request_may_arrive_twice(monkeypatch: p
     now[0] += 0.1
     with pytest.raises(stop_requests.Interrupted, match="SIGINT"):
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_signal_before_the_time_limit_and_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM: SIGUSR1 some minutes before the end of the job, SIGTERM at it."""
+    # SLURM: SIGUSR1 some minutes before the end of the job, SIGTERM at it.
     now, requests = clock(monkeypatch), stop_requests.Requests()
     heard = []
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):

@@ -13,10 +13,7 @@ from tests.unit.models.own_classes import Write, build, config, unbuildable
 ROWS = rows_of(__file__)
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    ROWS["uncut"],
-)
+@pytest.mark.parametrize(("layers", "said"), ROWS["uncut"])
 def test_under_tensor_parallelism_all_modules_must_be_cut(layers: str, said: str, write: Write) -> None:
     family = write(f"""
     def __init__(self, vocab_size, group=None):
@@ -69,10 +66,7 @@ def test_dropout_without_its_key_or_a_place_of_its_own_is_refused(write: Write) 
     ]
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    ROWS["unheld"],
-)
+@pytest.mark.parametrize(("layers", "said"), ROWS["unheld"])
 def test_what_no_checkpoint_could_hold_is_refused(layers: str, said: str, write: Write) -> None:
     family = write(f"""
     def __init__(self, vocab_size):

@@ -110,7 +110,7 @@ def test_flops_and_bytes_are_those_of_the_formula(family: str) -> None:
     assert memory.activations + memory.loss == pytest.approx(shapes.saved_bytes, rel=0.3)
 
 
-def test_grouped_products_and_convolutions_are_counted() -> None:
+def test_grouped_products_convolutions_and_bytes_of_a_real_pass() -> None:
     """torch 2.13 counts none of them (findings/torch-grouped-mm-autocast-and-flops.sh)."""
     assert own_shapes(config_of(f"{__name__}:Sparse")).token_flops == 6 * (H * H + H * V)
     # torch 2.13 does not divide a weight's gradient (findings/torch-flop-counter-grouped-convolutions.sh).
@@ -119,9 +119,6 @@ def test_grouped_products_and_convolutions_are_counted() -> None:
             keys = {"groups": groups, "transposed": transposed}
             shapes = own_shapes(config_of(f"{__name__}:Depthwise", **keys), accelerator)
             assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
-
-
-def test_bytes_of_a_real_forward_pass_and_of_one_that_reads_its_data() -> None:
     config = config_of(ATTENDING, width=128, layers=3)
     shapes = own_shapes(config)
     model = build_user_model(config, Group(), sequence_parallel=False)

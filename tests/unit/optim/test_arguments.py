@@ -18,10 +18,7 @@ ROWS = rows_of(__file__)
 NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    ROWS["unknown"],
-)
+@pytest.mark.parametrize(("given", "message"), ROWS["unknown"])
 def test_unknown_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:
         ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW, **given)

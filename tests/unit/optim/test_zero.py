@@ -157,7 +157,7 @@ def test_gradients_that_the_user_cleared_or_replaced(clear: Callable[[nn.Module]
     pair.assert_equal()
 
 
-def test_sparse_cleared_and_used_gradients() -> None:
+def test_sparse_cleared_and_used_gradients_and_late_ones() -> None:
     models = []
     for sparse in (False, True):
         torch.manual_seed(0)
@@ -184,10 +184,7 @@ def test_sparse_cleared_and_used_gradients() -> None:
         pair.optimizer.step()
         assert all(not p.grad.any() for p in pair.ours.parameters() if p.grad is not None)
     pair.assert_equal()
-
-
-def test_backward_after_the_reduction_is_an_error() -> None:
-    """Also in one process: clipping would use a norm without the late gradients."""
+    # Also in one process: clipping would use a norm without the late gradients.
     model = make()
     optimizer = sharded(model)
     model(batch(0)).backward()

@@ -151,11 +151,7 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
     assert f"sample 0 must be a row of {length} whole numbers below model.vocab_size (131)" in told
 
 
-@pytest.mark.parametrize(
-    ("hooks", "problem"),
-    ROWS["wrong"],
-    ids=str,
-)
+@pytest.mark.parametrize(("hooks", "problem"), ROWS["wrong"], ids=str)
 def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], problem: str) -> None:
     config = make_config(hooks=hooks)
 

@@ -89,12 +89,12 @@ def test_fault_09_files_in_folders_are_exported(folder: Root, tmp_path: Path) ->
     template = "additional_chat_templates/tool_use.jinja"
     planned, entry = Export(folder), write_small_file(folder, template, b"{{ tools }}")
     planned._manifest = replace(planned._manifest, files=(*planned._manifest.files, entry))
-    planned.write(Root.of(tmp_path), "out", 10**9)
-    assert (tmp_path / "out" / template).read_bytes() == b"{{ tools }}"
-    assert not (tmp_path / "out" / "optimizer").exists()
+    planned.write(Root.of(tmp_path), "files", 10**9)
+    assert (tmp_path / "files" / template).read_bytes() == b"{{ tools }}"
+    assert not (tmp_path / "files" / "optimizer").exists()
 
 
-def test_shards_have_an_index_and_a_limit(folder: Root, tmp_path: Path) -> None:
+def test_shards_have_an_index_and_a_limit_and_folders_that_exist_are_refused(folder: Root, tmp_path: Path) -> None:
     found = export(folder, tmp_path / "out", "float32", max_bytes=200)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in found.values())
@@ -105,10 +105,6 @@ def test_shards_have_an_index_and_a_limit(folder: Root, tmp_path: Path) -> None:
         assert name in held
         assert len(held) == 1 or sum(4 * tensor.numel() for tensor in held.values()) <= 200
     assert not [path for path in tmp_path.glob("out/**/*") if path.name in (MANIFEST, "optimizer")]
-
-
-def test_a_folder_that_exists_is_refused(folder: Root, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="out exists already: choose another name, or remove it"):
         export(folder, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"must be a checkpoint, and it has no manifest.json"):

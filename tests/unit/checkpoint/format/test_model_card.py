@@ -27,7 +27,7 @@ def card(
     return yaml.safe_load(header), text
 
 
-def test_a_card_has_the_facts_of_the_manifest(tmp_path: Path) -> None:
+def test_a_card_has_the_facts_of_the_manifest_and_what_a_hub_id_names(tmp_path: Path) -> None:
     header, text = card(tmp_path, "train.steps=200")
     assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shardwise"]}
     model = load_config("llama2-tiny").model
@@ -44,6 +44,13 @@ def test_a_card_has_the_facts_of_the_manifest(tmp_path: Path) -> None:
     ):
         assert fact in text
     assert "began from" not in text
+    overrides = ("data.dataset=acme/text@v1", "checkpoint.load=acme/tiny")
+    header, text = card(tmp_path / "hub", *overrides, base_model="acme/tiny")
+    assert (header["base_model"], header["datasets"]) == ("acme/tiny", ["acme/text"])
+    assert "| began from | `acme/tiny` |" in text
+    header, text = card(tmp_path / "folder", "checkpoint.load=runs/base")
+    assert "base_model" not in header
+    assert "| began from | `base` |" in text
 
 
 @pytest.mark.parametrize(
@@ -59,16 +66,6 @@ def test_of_data_on_a_disk_the_card_has_names_alone(tmp_path: Path, overrides: l
     assert f"| data | {names} |\n" in text
     assert "/home" not in text
     assert "hunter2" not in text
-
-
-def test_what_a_hub_id_names_is_in_the_header(tmp_path: Path) -> None:
-    overrides = ("data.dataset=acme/text@v1", "checkpoint.load=acme/tiny")
-    header, text = card(tmp_path, *overrides, base_model="acme/tiny")
-    assert (header["base_model"], header["datasets"]) == ("acme/tiny", ["acme/text"])
-    assert "| began from | `acme/tiny` |" in text
-    header, text = card(tmp_path / "folder", "checkpoint.load=runs/base")
-    assert "base_model" not in header
-    assert "| began from | `base` |" in text
 
 
 def test_an_export_has_the_card_of_its_checkpoint_or_a_new_one(tmp_path: Path) -> None:

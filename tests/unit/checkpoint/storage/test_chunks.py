@@ -73,9 +73,6 @@ def test_damage_is_found_by_who_reads_the_chunk(stored: tuple[Root, bytes, FileE
     assert reader.read(3 * CHUNK, len(data)) == data[3 * CHUNK :]
     with pytest.raises(DamageError, match=r"\(chunk 2\)"):
         ChunkedReader(Root.of(tmp_path), entry).read(0, len(data))  # of several that come in one request
-
-
-def test_another_length_is_damage(stored: tuple[Root, bytes, FileEntry], tmp_path: Path) -> None:
     for length in [0, 5 * CHUNK + 101]:
         _, data, entry = stored
         (tmp_path / "file").write_bytes((data + b"x")[:length])
