@@ -1,4 +1,4 @@
-"""How a rank ends: what it says, with which exit code, and with its parent."""
+"""How a rank ends: what it says, with which exit code, and with its parent; and where ranks write."""
 
 import json
 import os
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.terminal import take_any_character
 from shardwise.launch import rank_process as process
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
 from shardwise.launch.first_failure import Failure, read_first_failure, stop_record
+from shardwise.launch.rank_output import output_restored
 from shardwise.launch.stop_requests import NOTICE, training_mark
 from tests.monitor_runs import Start, write_run
 
@@ -219,3 +221,43 @@ def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     watcher.start()
     watcher.join(SECONDS)
     assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+REDIRECTS = """
+import os, sys
+from pathlib import Path
+from shardwise.launch.rank_output import redirect
+print("before")
+redirect(int(sys.argv[1]), Path(sys.argv[2]))
+print("printed")
+os.write(1, b"native out\\n")
+os.write(2, b"native error\\n")
+os.kill(os.getpid(), 9)
+"""
+
+
+def run(rank: int, log: Path) -> str:
+    command = [sys.executable, "-c", REDIRECTS, str(rank), str(log)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+
+
+def test_all_ranks_but_the_first_write_to_their_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "rank-0001.log"
+    assert run(1, log) == "before\n"
+    assert run(1, log) == "before\n"
+    assert log.read_text() == "printed\nnative out\nnative error\n" * 2
+    log = tmp_path / "rank-0000.log"
+    assert "native out" in run(0, log)
+    assert not log.exists()
+
+
+def test_fault_15_a_training_of_a_program_prints_any_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with output_restored():
+            take_any_character()
+            print("TP 2 × PP 2")
+        with pytest.raises(UnicodeEncodeError):
+            print("×")
+        file.truncate()
+    assert (tmp_path / "out").read_text(encoding="ascii") == "TP 2 ? PP 2\n"
