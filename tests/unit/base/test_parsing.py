@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, DataError, RunError, ShardwiseError, divisors, nearest_numbers
 from shardwise.base.files import name_problem
 from shardwise.base.mesh_axes import layout_text
@@ -16,6 +17,7 @@ from shardwise.base.parsing import dump_yaml, parse_value, parse_yaml
 from shardwise.config import Layout
 from shardwise.verify.layouts import Cell
 from shardwise_plan.layout_choices import LayoutChoice
+from tests.rows import rows_of
 
 SCALARS = {
     "1e-4": 1e-4, "1E5": 1e5, "-2.5": -2.5, ".5": 0.5, "3.": 3.0, "1_000": 1000, "1_0.2": 10.2, "1_": "1_",
@@ -151,3 +153,12 @@ def test_a_layout_has_one_notation(
     choice = LayoutChoice(tensor, sequence, context, pipeline, "1f1b", None, 1, "none", 1)
     assert choice.text(world).startswith(text)
     assert Cell("cpu", world, tensor, sequence, context, pipeline=pipeline).degrees == (short or "one process")
+
+
+ROWS = rows_of(__file__)
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_texts(function: str) -> None:
+    assert {value: getattr(units, function)(value) for value in ROWS[function]} == ROWS[function]
+    assert units.parse_size(400 * "9") is None

@@ -14,10 +14,12 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import read_header, safetensors_header
 from shardwise.checkpoint.format.stored_tensors import find_sources, tensor_mismatches
-from shardwise.checkpoint.format.weight_files import absent_parts, check_weights, resolve_weights
+from shardwise.checkpoint.format.weight_files import absent_parts, check_weights, no_weights_text, resolve_weights
 from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.cli import main
 from shardwise.data.reading.dataset_tables import place_of_dataset
 from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
+from tests.rows import rows_of
 
 
 def test_the_library_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
@@ -175,3 +177,32 @@ def test_missing_files_are_named_by_the_numbers_of_others(name: str, absent: lis
         told = rf"{file}; fetch or copy model\.safetensors\.index\.json.* too"
         with pytest.raises(ConfigError, match=told):
             check_weights(tmp_path)
+
+
+ROWS = rows_of(__file__)
+
+FOLDERS = ROWS["folders"]
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_the_command_of_a_converter_is_named(case: str, tmp_path: Path) -> None:
+    names, command = FOLDERS[case]
+    folder = tmp_path / "global_step3"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(ConfigError) as caught:
+        check_weights(folder)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"checkpoint.load ({folder}) must be the folder of a model, and it is a")
+    assert command.format(folder, tmp_path) in problem
+    others = ["context", "config.json", "checkpoint_metadata.json"]
+    assert "must hold model.safetensors" in no_weights_text("x", others), "other folders have no converter"
+
+
+def test_each_command_that_opens_a_model_names_the_converter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ["checkpoint import {0} {0}/out", "evaluate {0}", "train llama3-tiny checkpoint.load={0} --dry-run"]:
+        (tmp_path / "adapter_config.json").touch()
+        assert main(command.format(tmp_path).split()) == 2
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shardwise: ")]
+        assert "merge_and_unload" in line
