@@ -19,6 +19,7 @@ from shardwise.verify.layouts import Cell
 from shardwise_plan.layout_choices import LayoutChoice
 from tests.rows import rows_of
 
+ROWS = rows_of(__file__)
 SCALARS = {
     "1e-4": 1e-4, "1E5": 1e5, "-2.5": -2.5, ".5": 0.5, "3.": 3.0, "1_000": 1000, "1_0.2": 10.2, "1_": "1_",
     "1__0": "1__0", "1_.5": "1_.5", "-7": -7, "010": "010", "95,5": "95,5", "1:30": "1:30", "2024-01-01": "2024-01-01",
@@ -113,18 +114,7 @@ def test_a_name_of_a_folder() -> None:
         assert name_problem(f"deep/{name}") == f"'deep/{name}' lies in another folder"
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("/etc/x", "is absolute"),
-        ("..", "leads out of its folder"),
-        ("a/../../x", "leads out of its folder"),
-        ("a/./b", "has a part without a name"),
-        ("a\x1b[2J", "has a backslash or a control character"),
-        ("..\\a", "has a backslash or a control character"),
-        (None, "None is no text"),
-    ],
-)
+@pytest.mark.parametrize(("name", "problem"), ROWS["names"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_name_that_leads_elsewhere(name: object, problem: str, nested: bool) -> None:
     found = name_problem(name, nested=nested)
@@ -132,33 +122,20 @@ def test_a_name_that_leads_elsewhere(name: object, problem: str, nested: bool) -
     assert "\x1b" not in found, "a terminal obeys it"
 
 
-@pytest.mark.parametrize(
-    ("tensor", "context", "pipeline", "data", "sequence", "text", "short"),
-    [
-        (2, 1, 2, 2, True, "TP 2 + SP × PP 2 × DP 2", "TP 2 + SP × PP 2 × DP 2"),
-        (2, 1, 1, 1, False, "TP 2 × PP 1 × DP 1", "TP 2"),
-        (1, 1, 1, 4, True, "TP 1 × PP 1 × DP 4", "DP 4"),
-        (1, 2, 1, 2, False, "TP 1 × CP 2 × PP 1 × DP 2", "CP 2 × DP 2"),
-        (1, 1, 1, 1, False, "TP 1 × PP 1 × DP 1", ""),
-    ],
-)
-def test_a_layout_has_one_notation(
-    tensor: int, context: int, pipeline: int, data: int, sequence: bool, text: str, short: str
-) -> None:
-    degrees = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
+@pytest.mark.parametrize(("degrees", "text", "short"), ROWS["layouts"])
+def test_a_layout_has_one_notation(degrees: list[int], text: str, short: str) -> None:
+    tensor, context, pipeline, data, sequence = degrees
+    named = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
     world = tensor * context * pipeline * data
-    assert layout_text(degrees, sequence=sequence) == text
-    assert layout_text(degrees, sequence=sequence, ones=False) == short
+    assert layout_text(named, sequence=sequence) == text
+    assert layout_text(named, sequence=sequence, ones=False) == short
     assert Layout(world, tensor, sequence, pipeline, context=context).product().startswith(f"{text} = {world} rank")
     choice = LayoutChoice(tensor, sequence, context, pipeline, "1f1b", None, 1, "none", 1)
     assert choice.text(world).startswith(text)
     assert Cell("cpu", world, tensor, sequence, context, pipeline=pipeline).degrees == (short or "one process")
 
 
-ROWS = rows_of(__file__)
-
-
-@pytest.mark.parametrize("function", ROWS)
+@pytest.mark.parametrize("function", ROWS["units"])
 def test_texts(function: str) -> None:
-    assert {value: getattr(units, function)(value) for value in ROWS[function]} == ROWS[function]
+    assert {value: getattr(units, function)(value) for value in ROWS["units"][function]} == ROWS["units"][function]
     assert units.parse_size(400 * "9") is None

@@ -22,7 +22,7 @@ def config(*stages: str) -> sections.Config:
     return load_config("llama2-tiny", ["train.steps=8", f"data.stages=[{', '.join(stages)}]"])
 
 
-def test_each_stage_is_a_configuration_at_a_place_in_the_data() -> None:
+def test_stages_are_configurations_at_places_in_the_data_and_keep_their_order() -> None:
     run = config(LONG, MIDDLE)
     stages = size_stages_of(run)
     assert [(stage.steps_before, stage.last_step) for stage in stages] == [(0, 4), (4, 6), (6, 8)]
@@ -49,9 +49,6 @@ def test_each_stage_is_a_configuration_at_a_place_in_the_data() -> None:
     assert sections.data_position_after(stages[1], 4, 32) == 16
     assert sections.data_position_after(stages[1], 5, 20) == 20
     assert sections.data_position_after(stages[2], 6, 24) == 96
-
-
-def test_stages_of_a_run_that_goes_on_keep_its_order() -> None:
     stored = config(LONG, MIDDLE).recorded()
     later = MIDDLE.replace("at: 6", "at: 7")
     assert sections.changed_size_stages(stored, size_stages_of(config(LONG, later))[1], 6) == []

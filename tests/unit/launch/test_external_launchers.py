@@ -32,7 +32,7 @@ def adopted(**variables: str) -> dict[str, str]:
     return variables
 
 
-def test_tasks_of_srun_have_their_places_hosts_and_ports() -> None:
+def test_tasks_of_srun_have_their_places_and_ask_for_what_cannot_be_known() -> None:
     variables = dict(SRUN)
     assert may_be_a_task(variables)
     external_launchers.adopt_task(variables)
@@ -52,9 +52,6 @@ def test_tasks_of_srun_have_their_places_hosts_and_ports() -> None:
     assert len({port(), *others}) == 4
     assert all(15000 <= each < 32000 for each in (port(), *others))
     assert port(MASTER_PORT="77", MASTER_ADDR="there") == 77
-
-
-def test_an_address_or_a_port_that_cannot_be_known_is_asked_for() -> None:
     variables = {**SRUN, "SLURM_STEP_NODELIST": "cpu[1-4]"}
     with pytest.raises(ConfigError, match=r"MASTER_ADDR must be set .* its name \(cpu1\) does not resolve"):
         external_launchers.adopt_task(variables)

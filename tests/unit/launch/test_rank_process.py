@@ -203,15 +203,12 @@ CHILD = (
 )
 
 
-def test_a_parent_that_died_before_is_noticed() -> None:
+def test_a_parent_that_died_before_is_noticed_and_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     environment = {**os.environ, PARENT_PID: str(gone.pid)}
     child = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=SECONDS)
     assert child.returncode == -signal.SIGKILL
-
-
-def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[tuple[int, int]] = []
     parents = iter([7, 7, 1])
     monkeypatch.setattr(process, "_PARENT_POLL_SECONDS", 0.0)

@@ -68,7 +68,7 @@ def test_a_padded_sequence_has_the_angles_of_its_own_length(reset: bool) -> None
     assert found.isfinite().all()
 
 
-def test_init_is_the_configs() -> None:
+def test_init_is_the_configs_and_attention_step_by_step_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"initializer_range": 0.3, "vocab_size": 640, "attention_bias": True, "mlp_bias": True}
     for path, parameter in Llama(config(**sizes), seed=1).named_parameters():
         values = parameter.detach()
@@ -76,10 +76,7 @@ def test_init_is_the_configs() -> None:
             assert bool((values == float("norm" in path)).all()), path
         else:
             assert float(values.std()) == pytest.approx(0.3, rel=0.1), path
-
-
-def test_attention_step_by_step_is_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As dropout of the probabilities asks for; here none of them is dropped."""
+    # As dropout of the probabilities asks for; here none of them is dropped.
     monkeypatch.setattr(AttentionCore, "_drop", lambda _self, probabilities, _key: probabilities)
     model = Llama(config(num_key_value_heads=2, attention_dropout=0.5, initializer_range=0.5), seed=1)
     ids = torch.arange(16).view(8, 2)

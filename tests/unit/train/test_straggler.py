@@ -42,7 +42,7 @@ def played(work: list[float], *layout: int, steps: int = STRAGGLER_STEPS + 3) ->
     return found[0]
 
 
-def test_the_slowest_rank_of_a_stage_is_named_with_its_scores() -> None:
+def test_the_slowest_rank_of_a_stage_is_named_once_and_spikes_are_standard_deviations() -> None:
     assert played([0.1, 0.1, 0.25, 0.1]) == Straggler(2, pytest.approx(2.5), 1.0)
     for equal in (played([0.1, 0.1, 0.1, 0.1]), played([0.25, 0.25], 2)):
         assert equal.relative == 1.0, "of ranks that are equally slow none is the slow one"
@@ -57,9 +57,6 @@ def test_the_slowest_rank_of_a_stage_is_named_with_its_scores() -> None:
     assert (longest, shortest) == (pytest.approx(3.0), pytest.approx(-3.0))
     assert rank.take([3.0, -1.0, 0.0, 0.0, 0.0]) is None
     assert rank.numbers()[2:] == [2.0, pytest.approx(3.0), pytest.approx(3.0)], "it says that it was this one"
-
-
-def test_occurrences_are_told_once_and_spikes_are_standard_deviations() -> None:
     slow = WarningOnce(1.5, 1.25)
     told = [slow.begins(score, who) for score, who in [(1.4, 3), (1.6, 3), (1.7, 3), (1.3, 3), (1.6, 3), (1.6, 5)]]
     assert told == [False, True, False, False, False, True]

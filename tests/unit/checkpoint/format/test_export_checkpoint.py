@@ -79,13 +79,22 @@ def test_weights_of_another_format_come_from_the_masters(tmp_path: Path, dtype: 
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == (dtype or "bfloat16")
 
 
-def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
+def test_biases_of_routers_stay_in_float32_and_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     """As in transformers, whose `_keep_in_fp32_modules_strict` names them."""
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     tensors: Tensors = {"model": {bias: ("F32", np.array([0.251, -0.001], np.float32)), "w": ("F32", np.ones(2, "f4"))}}
     found = export(with_tensors(tmp_path, tensors), tmp_path / "out", "bfloat16")
     assert (found[bias].dtype, found["w"].dtype) == (torch.float32, torch.bfloat16)
     assert found[bias].tolist() == tensors["model"][bias][1].tolist()
+    tensors = {"model": {"norm.weight": ("F32", np.array([1.0, 1e5], np.float32))}}
+    folder = with_tensors(tmp_path / "wide", tensors)
+    with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
+        export(folder, tmp_path / "none", "float16")
+    assert not (tmp_path / "none").exists()
+    assert cast_overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
+    assert not cast_overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), (
+        "finite values alone do"
+    )
 
 
 def test_fault_09_files_in_folders_are_exported(folder: Root, tmp_path: Path) -> None:
@@ -131,18 +140,6 @@ def test_damage_is_told_and_nothing_is_left(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DamageError, match=rf"^[^\n]*{path}[^\n]*$"):
         export(folder, tmp_path / "out", dtype)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints"]
-
-
-def test_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
-    tensors: Tensors = {"model": {"norm.weight": ("F32", np.array([1.0, 1e5], np.float32))}}
-    folder = with_tensors(tmp_path, tensors)
-    with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
-        export(folder, tmp_path / "out", "float16")
-    assert not (tmp_path / "out").exists()
-    assert cast_overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
-    assert not cast_overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), (
-        "finite values alone do"
-    )
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
