@@ -9,7 +9,10 @@ import pytest
 
 from shardwise.base import terminal as module
 from shardwise.base.terminal import progress
+from tests.rows import rows_of
 from tests.screens import Screen
+
+ROWS = rows_of(__file__)
 
 
 @pytest.fixture
@@ -22,13 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("total", "noun", "amounts", "line"),
-    [
-        (5 << 30, "", [1 << 29] * 2, "1.0 GiB of 5.0 GiB, 20%, 51.2 MiB/s, 1 min 20 s left"),
-        (None, "", [3 << 20], "3.0 MiB, 307 KiB/s, 10.0 s elapsed"),
-        (16, "layout", [1] * 4, "4 of 16 layouts, 25%, 1 min 00 s left"),
-        (4, "graph", [], "0 of 4 graphs, 0%, 0 ms elapsed"),
-        (10, "sequence", [8, 8], "10 of 10 sequences, 100%, 20.0 s elapsed"),
-    ],
+    ROWS["texts"],
 )
 def test_texts(clock: SimpleNamespace, total: int | None, noun: str, amounts: list[int], line: str) -> None:
     """Amounts in the product's units, the share, the speed of bytes, and the time left by the speed so far."""

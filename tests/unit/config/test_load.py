@@ -10,8 +10,11 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import Config, config_from_sections, load_config, recipe_name, recipe_names, recipe_text
 from tests.arch.source import config_fields
+from tests.rows import rows_of
 from tests.unit.config.hub import GPT2
 from tests.unit.config.refusals import problem, problems
+
+ROWS = rows_of(__file__)
 
 
 def test_overrides_replace_keys_and_what_is_resolved_is_frozen_and_reads_back() -> None:
@@ -135,13 +138,7 @@ def test_keys_beside_a_hugging_face_file_change_it(gpt2_folder: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
-    [
-        (["model.config="], "model.config (None) must be the path of a Hugging Face config.json or of its folder"),
-        (["model.config=FOLDER", "model.family=llama"], "model.family ('llama') must be left out or gpt, as model"),
-        (["model.config=FOLDER", "model.hiden_size=3"], "model.hiden_size: unknown key; did you mean model.hidden"),
-        (["model.config=FOLDER", "model.n_head=7"], "model.hidden_size (768) must be a multiple of"),
-        (["model.config=FOLDER/alibi.json"], "model.config: FOLDER/alibi.json: alibi (true) is not supported"),
-    ],
+    ROWS["hugging_face"],
 )
 def test_what_is_wrong_with_a_hugging_face_file(gpt2_folder: Path, overrides: list[str], told: str) -> None:
     (gpt2_folder / "alibi.json").write_text(json.dumps({**GPT2, "alibi": True}))

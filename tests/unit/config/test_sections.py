@@ -74,7 +74,7 @@ def test_passwords_and_query_strings_have_no_place_in_the_configuration(key: str
         assert load_config("llama2-tiny", [f"checkpoint.path={url}"]).checkpoint.path == url
 
 
-def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
+def test_a_set_is_a_path_or_keys_of_data_and_data_and_blends_have_names() -> None:
     config = load_config("gpt-tiny", ["data.blend=[0.7,/data/a,30,b/c]", "data.split=980,10,10"])
     data = config.data
     assert data.blend == (0.7, "/data/a", 30.0, "b/c")
@@ -86,6 +86,19 @@ def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
     assert [(each.key, each.name) for each in (tiny, own)] == [("data.dataset", "tiny"), ("data.path", "a.txt")]
     assert (tiny.weighted_prefixes, own.weighted_prefixes) == ([], [(1.0, "a.txt")])
     assert tiny.split_weights == (95.0, 5.0, 0.0)
+    given = "evaluation.sets={code: code.txt, wiki: {path: wiki.jsonl, text_key: body}}"
+    config = load_config("llama2-tiny", [EVERY, given])
+    sets = config.evaluation.sets
+    assert (sets["code"].path, sets["wiki"].text_key) == ("code.txt", "body")
+    assert sets["code"].split == sets["wiki"].split == "1,0"
+    assert config_from_sections(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
+    # Nothing need be held out beside sets.
+    keys = [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"]
+    assert layout_of(keys, world=1)
+    assert not load_config("llama2-tiny", keys).evaluates_held_out
+    assert problem("evaluation.sets.a=x", world=1).startswith("evaluation.sets (a) need train.eval_every")
+    told = "evaluation.tasks must be left out with model.family bert"
+    assert problem("evaluation.tasks=[x]", recipe="bert-tiny", world=1).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +114,6 @@ def test_steps_after_the_last_point_that_learn_nothing_are_told(factor: float | 
 
 
 EVERY = "train.eval_every=2"
-
-
-def test_a_set_is_a_path_or_keys_of_data() -> None:
-    given = "evaluation.sets={code: code.txt, wiki: {path: wiki.jsonl, text_key: body}}"
-    config = load_config("llama2-tiny", [EVERY, given])
-    sets = config.evaluation.sets
-    assert (sets["code"].path, sets["wiki"].text_key) == ("code.txt", "body")
-    assert sets["code"].split == sets["wiki"].split == "1,0"
-    assert config_from_sections(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
-    # Nothing need be held out beside sets.
-    keys = [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"]
-    assert layout_of(keys, world=1)
-    assert not load_config("llama2-tiny", keys).evaluates_held_out
-    assert problem("evaluation.sets.a=x", world=1).startswith("evaluation.sets (a) need train.eval_every")
-    told = "evaluation.tasks must be left out with model.family bert"
-    assert problem("evaluation.tasks=[x]", recipe="bert-tiny", world=1).startswith(told)
 
 
 @pytest.mark.parametrize("spelling", REMOVED)

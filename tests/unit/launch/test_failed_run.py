@@ -13,6 +13,9 @@ from shardwise.launch.failed_run import failure_text, resume_command
 from shardwise.launch.first_failure import Failure, read_first_failure, report_first_failure, root_cause
 from shardwise.launch.stop_requests import continuing_command
 from tests.monitor_runs import FIRST, Start, write_run
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 KILLED = Failure(1, "rank 1 was killed (SIGKILL; usually out of memory)", 1)
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
@@ -82,13 +85,7 @@ def test_lines_of_failures_and_wrong_input_which_is_none(run: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("words", "command"),
-    [
-        (["train", "llama2-tiny", "--nproc", "2"], "shardwise train llama2-tiny --nproc 2 --run-dir runs/a"),
-        (["train", "--run-dir", "b", "my recipe.yaml"], "shardwise train 'my recipe.yaml' --run-dir runs/a"),
-        (["train", "--run-dir=b", "x.yaml", "train.steps=3"], "shardwise train x.yaml train.steps=3 --run-dir runs/a"),
-        (["--verbose"], None),
-        ([], None),
-    ],
+    ROWS["resumes"],
 )
 def test_the_command_that_resumes_a_run(words: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])

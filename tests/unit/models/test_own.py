@@ -10,7 +10,10 @@ import torch
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import fake_tensors
 from shardwise.models.user_model import check_user_model
+from tests.rows import rows_of
 from tests.unit.models.own_classes import PLAIN, Write, build, config, problem, problems, unbuildable
+
+ROWS = rows_of(__file__)
 
 
 @pytest.mark.parametrize("path", ["mine.py", "package/mine.py", "some/package/mine.py"])
@@ -24,14 +27,7 @@ def test_it_is_found_in_the_current_directory(path: str, write: Write, tmp_path:
 
 @pytest.mark.parametrize(
     ("family", "head", "said"),
-    [
-        ("nowhere:Model", None, r"there is no module nowhere in .*start in the folder that holds it, or install it"),
-        ("mine:Modle", None, r"mine\.py lacks Modle; did you mean Model\?"),
-        ("failing:Model", "\n\nimport nowhere\n", r"imported: ModuleNotFoundError: .* \(.*failing\.py, line 3\)"),
-        ("failing:Model", "\n\nraise OSError('no disk')\n", r"imported: OSError: no disk \(.*failing\.py, line 3\)"),
-        ("failing:Model", "def broken(:\n", r"cannot be imported: SyntaxError.*\(failing\.py, line 1\)"),
-        ("failing:Model", "def Model():\n    pass\n", r"Model must be a class derived from torch\.nn\.Module"),
-    ],
+    ROWS["not_found"],
 )
 def test_a_class_that_cannot_be_found(family: str, head: str | None, said: str, write: Write) -> None:
     write(path="mine/other.py" if "nowhere" in family else "mine.py")
@@ -114,12 +110,7 @@ RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
 
 @pytest.mark.parametrize(
     ("parameters", "said"),
-    [
-        ("self, ids", "ids) must take the token ids and the targets as its first two arguments, of any names; every"),
-        ("self, *, ids_SB, targets_SB", "ids_SB, targets_SB) must take"),
-        ("self, ids, dropout, targets", "ids, dropout, targets) must take"),
-        ("self, targets_SB, ids_SB", "targets_SB, ids_SB) must take the token ids first and the targets second"),
-    ],
+    ROWS["forward"],
 )
 def test_forward_takes_the_batch_and_needs_no_more(parameters: str, said: str, write: Write) -> None:
     family = write(PLAIN, f"    def forward({parameters}):\n        pass")

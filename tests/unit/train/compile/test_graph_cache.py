@@ -17,6 +17,9 @@ from shardwise.config import check_layout, load_config
 from shardwise.train.compile.compiled_units import BLOCK
 from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache
 from shardwise.train.compile.graph_facts import _SOURCES, _user_sources, graph_facts
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 CODE = bytes(range(256)) * 20
 
@@ -142,12 +145,7 @@ def differing(a: Facts, b: Facts) -> set[str]:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["model.num_hidden_layers=2"],
-        ["optimizer.lr=1e-5", "train.seed=5", "train.steps=7", "optimizer.warmup_steps=1"],
-        ["parallel.pipeline=2", "parallel.schedule=gpipe"],
-        ["compile.enabled=true", "compile.require_cached=true", "compile.cache_dir=elsewhere"],
-    ],
+    ROWS["shared"],
     ids=lambda overrides: overrides[0],
 )
 def test_runs_that_share_graphs(overrides: list[str]) -> None:
@@ -156,18 +154,10 @@ def test_runs_that_share_graphs(overrides: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("override", "keys"),
-    [
-        ("train.micro_batch=1", {"train.micro_batch"}),
-        ("parallel.tensor=2", {"parallel.tensor"}),
-        ("model.rope_theta=500000.0", {"model.rope_theta"}),
-        ("compile.options={max_autotune: true}", {"compile.options"}),
-        ("compile.backend=aot_eager", {"compile.backend", "compiler and processor"}),
-        ("data.reset_attention_mask=true", {"data.reset_attention_mask"}),
-        ("train.dropout_mode=invariant", {"train.dropout_mode"}),
-    ],
+    ROWS["not_shared"],
 )
-def test_runs_that_do_not(override: str, keys: set[str]) -> None:
-    assert differing(facts_of(), facts_of(override)) == keys
+def test_runs_that_do_not(override: str, keys: list[str]) -> None:
+    assert differing(facts_of(), facts_of(override)) == set(keys)
 
 
 def test_what_beside_keys_decides_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
