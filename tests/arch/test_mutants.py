@@ -185,11 +185,11 @@ def test_the_tests_that_notice_a_fault_of_a_file_are_run_when_it_has_changed() -
     ("changed", "runs", "leaves"),
     [
         ("src/shardwise_jobs/jobs.py", "cluster/test_jobs", "dist/test_layers"),
-        ("src/shardwise/layers/linear.py", "dist/test_layers", "unit/base/test_units"),
+        ("src/shardwise/layers/linear.py", "dist/test_layers", "unit/base/test_tensor_box"),
         ("src/shardwise/models/bert.py", "dist/test_families", "unit/jobs/test_jobs"),  # imported by a name
         ("src/shardwise_plan/cli/plan.py", "unit/plan/test_plan", "dist/test_layers"),  # a command
-        ("src/shardwise/config/recipes/quickstart.yaml", "unit/config/test_load", "unit/base/test_units"),
-        ("tests/dist/dense.py", "dist/test_layers", "unit/base/test_units"),
+        ("src/shardwise/config/recipes/quickstart.yaml", "unit/config/test_load", "unit/base/test_tensor_box"),
+        ("tests/dist/dense.py", "dist/test_layers", "unit/base/test_tensor_box"),
         ("docs/devices.md", "arch/test_docs", "dist/test_layers"),
     ],
 )
