@@ -1,7 +1,5 @@
 """A pool of real ranks that stay alive between tests, since starting them costs more than most tests do."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -114,6 +114,7 @@ def run(config: Config, before: int, after: int, source: str | None, target: str
     state = canonical_state(trainer)
     if target is not None:
         result.saved = save(trainer, target, **options)
+        assert not any(each.problem for each in result.saved), result.saved
     result.losses += [trainer.step().loss for _ in range(after)]
     at_end = canonical_state(trainer) if after and source is None else state
     if trainer.mesh.world.rank == 0:

@@ -93,7 +93,7 @@ def compare(everyone: list[Bits], one: Bits) -> None:
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
 
 
-OFTEN = (CELLS[2], CELLS[3], SHARED[0], DIVIDED[0])
+OFTEN = (CELLS[2], CELLS[3], CELLS[-1], SHARED[0], DIVIDED[0])
 
 
 @pytest.mark.parametrize("cell", few([*CELLS, *SHARED, *DIVIDED, *SCHEDULED], *OFTEN), ids=lambda cell: cell.name)

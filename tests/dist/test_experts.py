@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.config import Config
 from shardwise.config.hugging_face import from_hugging_face, to_hugging_face
@@ -26,6 +25,7 @@ from shardwise.layers.experts import Experts, balance_experts, experts_of
 from shardwise.models.llama import Llama
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
+from shardwise.train.step_record import StepDetail
 from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from tests.dist.checkpoints import load, save
 from tests.dist.dense import mesh as shared_mesh

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
-from shardwise.estimates.memory import memory_copies_bytes
+from shardwise.estimates.memory import node_memory_of_copies
 from shardwise.train.memory_copies import MemoryCopies, _CopyFiles, _CopyPart, _is_of_history, _newest_complete_step
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
@@ -86,7 +86,7 @@ def test_the_run_goes_on_from_memory_to_the_bit(layout: str, tmp_path: Path, ran
     everywhere = ranks(4).run(train, config, tmp_path, 3, 2)
     first = everywhere[0]
     assert first.step is None
-    expected = memory_copies_bytes(config, check_layout(config, 4), 2)
+    expected = node_memory_of_copies(config, check_layout(config, 4), 2)
     assert max(one.node_bytes for one in everywhere) == expected, "as `submit` tells it"
     assert len(list(folder(tmp_path, 0).iterdir())) == 8, "two steps of two ranks and of two others"
     again = ranks(4).run(train, config, tmp_path, 0, 2)[0]

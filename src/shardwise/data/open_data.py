@@ -115,8 +115,7 @@ def _prepare_sources(config: Config, cache_dir: Path | None, announce: Announce,
             f"data.tokenizer must be the one that made the tokens of data.mixture.{tokens[0]}, as other sources of the "
             "mixture are text"
         )
-    if problems:
-        raise DataError(problems)
+    DataError.require_none(problems)
     return _PreparedMixture(
         tokenizer_path=next((data.tokenizer_path for data in sources.values() if data.tokenizer_path), None),
         fingerprint=json_digest({name: data.fingerprint for name, data in sources.items()}),

@@ -24,7 +24,8 @@ from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise_use.gguf_file import GGUFExport
-from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import open_hugging_face
+from shardwise_use.importing.imported_model import write_imported_checkpoint
 
 CORPUS = Path(provided.__code__.co_filename).parents[1] / "data/corpus/tiny.jsonl"
 TEXTS = [json.loads(line)["text"] for line in CORPUS.read_text(encoding="utf-8").splitlines()]

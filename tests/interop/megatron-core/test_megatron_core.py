@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from shardwise_use.importing.hugging_face import ImportedModel
+from shardwise_use.importing.imported_model import ImportedModel
 from shardwise_use.importing.megatron import open_megatron
 from tests.interop.continued import BEFORE, go_on, made, shardwise
 

@@ -23,7 +23,8 @@ from shardwise.config.hugging_face import to_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.gguf_file import GGUFExport
-from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import open_hugging_face
+from shardwise_use.importing.imported_model import write_imported_checkpoint
 from shardwise_use.other_readers import PLAIN, model_lines
 
 TOKENS = 48

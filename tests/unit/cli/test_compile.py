@@ -28,25 +28,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.cli.compile.accelerators", lambda: ("cpu", 0))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["llama2-tiny", "--device", "abacus"], "--device abacus needs a torch that is built for it, and 2."),
-        (
-            ["llama2-tiny", "parallel.pipeline=2", "parallel.schedule=zbv"],
-            "compile.enabled (true) must be false with parallel.schedule zbv, which cuts the backward pass",
-        ),
-        (
-            ["llama2-tiny", "compile.options={max_autotunee: true}"],
-            "compile.options: inductor has no option max_autotunee; did you mean max_autotune?",
-        ),
-        (["--export", "."], "--export (.) must be a file or a free name, and it is a folder"),
-    ],
-)
-def test_wrong_input_is_refused(arguments: list[str], text: str, cli: CommandLine) -> None:
-    assert text in cli.refused("compile", *arguments)
-
-
 def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     from shardwise.train.compile import graph_facts as facts
 

@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__
+from shardwise.base.parsing import parse_yaml
+from shardwise.base.terminal import fit_to_terminal
 from shardwise.cli import main
 from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.first_failure import read_first_failure
 from tests.command_line import CommandLine
-
-LONG = 300 * "x"
-"""A name that no file system takes."""
+from tests.monitor_runs import Start, write_run
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -25,9 +26,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_fault_19_a_command_that_code_of_the_user_ends_has_failed(
-    monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_fault_19_a_command_ended_by_user_code_has_failed(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr("shardwise.cli.recipes.run", lambda _: sys.exit(0))
     told = "shardwise: shardwise recipes was ended before it was done: sys.exit(0) was called ("
     assert cli("recipes", code=1).err.startswith(told)
@@ -40,11 +39,8 @@ def test_version(cli: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["trian"], "did you mean `shardwise train`?"),
-        (["train"], "missing RECIPE"),
-        (["train", "quickstart", "--npro", "2"], "did you mean --nproc?"),
         (["plan", "quickstart", "--device=--"], "argument --device: expected one argument"),
-        (["ls", LONG], f"the path {LONG} cannot be used: File name too long"),
+        (["ls", 300 * "x"], f"the path {300 * 'x'} cannot be used: File name too long"),
         (["data", "inspect", "~no-such-user/x"], "(~no-such-user/x) does not exist"),
     ],
 )
@@ -56,9 +52,7 @@ def test_a_mistake_is_told_once_and_exits_2(arguments: list[str], text: str, cli
 
 
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
-def test_inside_torchrun_rank_0_speaks_first(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_in_torchrun_rank_0_is_first(arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """torchrun ends the others once it has spoken and exited; one that lives on met what rank 0 did not."""
     waited: list[float] = []
     monkeypatch.setattr(first_failure.time, "sleep", waited.append)
@@ -70,9 +64,7 @@ def test_inside_torchrun_rank_0_speaks_first(
     assert sum(waited) > 1
 
 
-def test_a_launched_rank_leaves_the_text_to_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_a_launched_rank_records_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     rank(monkeypatch, 0)
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     assert cli.refused("train", "quickstart", "a=b") == ""
@@ -113,3 +105,79 @@ def test_fault_15_an_ascii_terminal_shows_replacements(
     code, said = on_ascii_terminal(arguments, monkeypatch)
     assert code == (2 if "×" in arguments else 0)
     assert text in said
+
+
+SCRIPT = """
+import atexit, sys, threading, time, types
+from shardwise.cli import main
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+def work():
+    time.sleep(0.1)
+    print("thread")
+
+if sys.argv.pop(1) == "torch":
+    sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["kept"] = Kept()
+atexit.register(print, "handler")
+threading.Thread(target=work).start()
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "torch", "last"), [("--version", 0, "torch", []), ("no-command", 2, "none", ["taken apart"])]
+)
+def test_threads_and_handlers_end_before_the_process(command: str, code: int, torch: str, last: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, torch, command], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-2 - len(last) :] == ["thread", "handler", *last]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "word " * 40
+    assert fit_to_terminal(text, io.StringIO()) == text
+    monkeypatch.setenv("COLUMNS", "80")
+    assert all(len(line) <= 80 for line in fit_to_terminal(text, Terminal()).splitlines())
+
+
+def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --nproc 2"
+    assert fit_to_terminal(f"resume: {command}", Terminal()) == f"resume: {command}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan llama2-tiny --device h100:2",
+        "train llama2-7b --dry-run --nproc 128",
+        "top --once runs/run",
+        "report runs/run runs/other",
+    ],
+)
+def test_what_a_command_prints_fits(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+) -> None:
+    """With the words that a file gets; a dry run stays YAML."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("run", "other"):
+        write_run(Path("runs", name), [Start(0, 24)], experts=True)
+    whole = cli(*line.split()).out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = cli(*line.split()).out
+    assert max(map(len, shown.splitlines())) <= 80
+    if "--dry-run" in line:
+        # The host's free memory differs from moment to moment.
+        first, second = (re.sub(r"#|[\d.]+", "", text).split() for text in (shown, whole))
+        assert first == second
+        assert parse_yaml(shown, "shown") == parse_yaml(whole, "whole")

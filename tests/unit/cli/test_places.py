@@ -22,9 +22,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nobody_waits_for_a_place_that_does_not_answer(
-    command: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_a_silent_place_is_given_up(command: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr(reach, "PATIENCE_SECONDS", 0.01)
     exists = Root.exists
     monkeypatch.setattr(Root, "exists", lambda root: exists(root) if root.is_local else threading.Event().wait())

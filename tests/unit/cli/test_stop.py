@@ -59,9 +59,7 @@ def test_a_run_that_has_ended_is_told(events: list[dict[str, Any]], ending: str,
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_a_run_on_another_host_is_asked_though_its_lock_is_not_seen(
-    host: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_a_run_on_another_host_is_asked(host: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     run = RunDirectory("run").create().path
     with RunLock(run):
         text = (run / ".lock").read_text()
@@ -112,9 +110,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, **states: str) -> list[str]:
     return cancelled
 
 
-def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_wait_or_compile_for_a_run_are_cancelled(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else graphs would be compiled for nobody."""
     run = RunDirectory("run").create().path
     for number, kind in (("1", "compile"), ("2", "train"), ("3", "compile")):
@@ -131,9 +127,7 @@ def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
     assert (facts["cancelled"], facts["asked"]) == (["2", "1", "3"], False)
 
 
-def test_a_job_that_runs_and_has_not_claimed_the_folder_is_cancelled(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_job_without_its_folder_is_cancelled(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor is starting: no process is there that would read a request."""
     run = RunDirectory("run").create().path
     record(run, "1", "train")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from shardwise.base import units
+from shardwise.base.errors import ConfigError, LaunchError
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import check_layout, config_from_sections, load_config, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
@@ -128,9 +129,7 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(cli: C
     assert "dataset" not in shown
 
 
-def test_a_dry_run_looks_at_evaluation_sets_task_files_and_trackers(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_looks_at_sets_task_files_and_trackers(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
     tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
     trackers = "log.trackers=[trackio]"
@@ -195,11 +194,7 @@ def test_a_dry_run_refuses_weights_that_are_not_there(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
-    [
-        (CPU, [], 2),
-        (("nvidia", 7), ["train.global_batch=48"], 6),
-        (CPU, ["parallel.pipeline=2"], 4),
-    ],
+    [(CPU, [], 2), (("nvidia", 7), ["train.global_batch=48"], 6), (CPU, ["parallel.pipeline=2"], 4)],
 )
 def test_default_number_of_ranks(overrides: list[str], expected: int, started: list[Launch], cli: CommandLine) -> None:
     cli("train", "quickstart", "train.micro_batch=1", *overrides)
@@ -258,11 +253,7 @@ def test_a_run_goes_on_without_its_recipe(started: list[Launch], cli: CommandLin
 
 @pytest.mark.parametrize(
     ("ranks", "host", "overrides", "expected"),
-    [
-        (8, platform.node(), [], 8),
-        (8, "another machine", [], 2),
-        (4, platform.node(), ["parallel.pipeline=4"], 8),
-    ],
+    [(8, platform.node(), [], 8), (8, "another machine", [], 2), (4, platform.node(), ["parallel.pipeline=4"], 8)],
 )
 def test_a_run_goes_on_with_its_ranks_where_it_ran(
     ranks: int, host: str, overrides: list[str], expected: int, started: list[Launch], cli: CommandLine
@@ -356,9 +347,34 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(started: list[L
     assert not started
 
 
-def test_a_run_without_data_or_with_another_model_is_refused(
-    started: list[Launch], cli: CommandLine, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("has_former", [True, False])
+def test_a_refused_start_leaves_nothing(has_former: bool, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    """But a folder that was there before, and a run that has taken a step, stay."""
+    if has_former:
+        RunDirectory("runs/former").create().mark_latest()
+    events = ""
+
+    def refused(_command: list[str], _nproc: int, run_path: Path) -> None:
+        RunDirectory(run_path).mark_latest()
+        if events:
+            RunDirectory(run_path).metrics.write_text(events)
+        raise LaunchError("the model is wrong", ConfigError.exit_code)
+
+    monkeypatch.setattr("shardwise.launch.local.launch", refused)
+    start = ("train", "llama2-tiny", "--nproc", "2")
+    assert "the model is wrong" in cli.refused(*start)
+    assert sorted(path.name for path in Path("runs").iterdir()) == (["former", "latest"] if has_former else [])
+    if has_former:
+        assert Path("runs/latest").readlink() == Path("former")
+    RunDirectory("runs/mine").create()
+    cli.refused(*start, "--run-dir", "runs/mine")
+    events = '{"event": "step", "step": 1}\n'
+    cli.refused(*start, "--run-dir", "runs/long")
+    assert all(Path("runs", name).is_dir() for name in ("mine", "long"))
+
+
+def test_no_data_or_another_model_is_refused(started: list[Launch], cli: CommandLine, tmp_path: Path) -> None:
     err = cli.refused("train", "llama2-7b")
     assert err.startswith("shardwise: llama2-7b must name its data by data.path, data.blend or data.dataset ")
     assert err.endswith("  For a trial:          data.dataset=python\n")

@@ -88,11 +88,7 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "most"),
-    [
-        ({"path": "one.jsonl"}, 26),
-        ({"blend": [1, "tokens", 2, "tokens"]}, 6),
-        ({"path": "packed.jsonl.gz"}, None),
-    ],
+    [({"path": "one.jsonl"}, 26), ({"blend": [1, "tokens", 2, "tokens"]}, 6), ({"path": "packed.jsonl.gz"}, None)],
 )
 def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], most: int | None, at: Path) -> None:
     """As far as files tell without reading: a token takes a byte of text at least."""
@@ -131,9 +127,7 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
         ),
     ],
 )
-def test_the_held_out_part_has_a_row(
-    data: dict[str, Any], text: str, at: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_out_part_has_a_row(data: dict[str, Any], text: str, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "find_on_hub", lambda wanted: "hub")
     (row,) = [row for name, row in look(**data).rows if name == "held out"]
     assert row.startswith(text)

@@ -42,9 +42,7 @@ def test_the_failure_of_a_job_is_shown_as_its_log_has_it(run: Path, capsys: pyte
     assert out.splitlines()[-3:] == block
 
 
-def test_a_later_job_of_the_run_has_failures_and_loads_of_its_own(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_later_job_of_the_run_has_own_failures_and_loads(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with JsonLines(run / "restarts.jsonl") as file:
         file.write(ending("failed", FIRST + 36, 9.0, 25, "another one", job="4712"))
     FailureRecord(stamp(FIRST + 46), "another one", step=25).write(RunDirectory(run))

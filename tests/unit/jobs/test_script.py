@@ -76,9 +76,7 @@ def test_fault_20_texts_of_the_user_stay_one_word_in_a_script(text: str, tmp_pat
     ],
 )
 @pytest.mark.parametrize("make", [job_script, compile_script])
-def test_fault_20_a_line_break_in_a_header_is_refused(
-    changed: dict[str, Any], name: str, make: Callable[[JobPlan], str]
-) -> None:
+def test_fault_20_a_line_break_is_refused(changed: dict[str, Any], name: str, make: Callable[[JobPlan], str]) -> None:
     with pytest.raises(ConfigError, match=rf"{name} \('.*'\) must be without line breaks and other control characters"):
         make(replace(plan(), **changed))
 

@@ -100,9 +100,7 @@ def test_a_dry_run_shows_the_script_that_would_be_written_and_says_that_it_write
     assert Path("one/logs").is_dir()
 
 
-def test_files_alone_are_written_without_slurm_into_a_new_folder(
-    monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_files_alone_are_written_without_slurm(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr(slurm_commands, "require", lambda: pytest.fail("SLURM was asked for"))
     cli(*TWO, "--write-only")
     (name,) = made()
@@ -186,7 +184,7 @@ def test_a_warmup_of_much_of_the_run_is_warned_of(cli: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("where", "folder"), [("login", None), ("login:~/my project", "my project"), ("login:/data", "/data")]
 )
-def test_another_machine_gets_the_same_command(
+def test_another_machine_is_asked(
     where: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
@@ -206,9 +204,7 @@ def test_another_machine_gets_the_same_command(
 
 
 @pytest.mark.parametrize("host", ["", "-oProxyCommand=x", "user@-oProxyCommand=x", "a\nb"])
-def test_fault_20_a_host_that_ssh_would_take_for_an_option_is_refused(
-    host: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
+def test_fault_20_options_of_ssh_are_no_hosts(host: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("ssh was started"))
     arguments = ["submit", "llama2-tiny", f"--ssh={host}"]
     monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
@@ -229,9 +225,7 @@ def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.
             submit.rehearse("7", run)
 
 
-def test_a_rehearsal_that_resumes_before_what_it_had_saved_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rehearsal_that_resumes_too_early_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, cancelled = RunDirectory(tmp_path / "run").create(), list[str]()
     monkeypatch.setattr(submit, "last_recorded_step", lambda _: 12)
     monkeypatch.setattr(submit, "newest_checkpoint", lambda _: 10)

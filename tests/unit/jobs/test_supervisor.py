@@ -4,25 +4,30 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.base.errors import StoppedError, see
+from shardwise.base.errors import LaunchError, StoppedError, see
+from shardwise.cli import main
 from shardwise.config import load_config
 from shardwise.launch import stop_requests
 from shardwise.launch.first_failure import Failure
-from shardwise.launch.local import LaunchError
+from shardwise.runs.folder import RunLock
 from shardwise_jobs import slurm_commands, supervisor
 from shardwise_jobs.attempt import AttemptOutcome
+from shardwise_jobs.cli import supervise
 from shardwise_jobs.restarts import history, record
 from shardwise_jobs.slurm_commands import Allocation
 from shardwise_jobs.supervisor import Supervisor
+from tests.command_line import CommandLine
 from tests.monitor_runs import Start, write_run
 from tests.unit.jobs.test_restarts import CRASH
 
@@ -47,7 +52,7 @@ class Job:
         self.run, self.told, self.requeued, self.ids = run, list[str](), 0, list[str]()
         self._patch, self.command = monkeypatch, list[str]()
         (run / "logs").mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(supervisor, "address_of", lambda name: name)
+        monkeypatch.setattr(supervisor, "first_node_address", lambda name: name)
         monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
         monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0)
         monkeypatch.setattr(slurm_commands, "requeue", self._requeue)
@@ -201,9 +206,7 @@ def test_targets_are_told_of_each_restart_and_of_the_end(job: Job, monkeypatch: 
     assert told == [("failure", "data.path (x) must be there", 2)], "also where no run has begun"
 
 
-def test_a_target_that_hangs_does_not_hold_up_that_slurm_queues_the_job_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_hangs_does_not_delay_the_requeue(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(supervisor.notices, "send", lambda event, *_arguments, **_options: order.append(event))
     monkeypatch.setattr(supervisor.notices, "wait", lambda: order.append("wait"))
@@ -233,3 +236,64 @@ def test_a_history_that_cannot_be_written_ends_no_job(job: Job, monkeypatch: pyt
 def test_a_start_without_a_record_was_ended_by_slurm(job: Job) -> None:
     job.supervise(DONE, requeues=2)
     assert how(job) == ["ended by SLURM", "finished"]
+
+
+COMMAND = ("supervise", "llama2-tiny", "data.dataset=tiny", "--run-dir", "run", "--ranks-per-node", "1")
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExitStack:
+    """A job that has been queued again, while the lock of its start before is still there, until this is closed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    Path("run").mkdir()
+    held = ExitStack()
+    held.enter_context(RunLock(Path("run")))
+    return held
+
+
+def test_the_lock_of_a_lost_machine_is_awaited(lock: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def supervisor(*_arguments: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(supervise.supervisor, "Supervisor", supervisor)
+    monkeypatch.setattr(time, "sleep", lambda seconds: lock.close() if seconds == supervise._LOCK_PAUSE else None)
+    with pytest.raises(Started):
+        main(COMMAND)
+
+
+def test_a_late_signal_starts_no_other_supervisor(lock: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Supervisor:
+        def __init__(self, *_arguments: object) -> None:
+            pass
+
+        def run(self) -> None:
+            raise StoppedError("the run was stopped")
+
+    lock.close()
+    monkeypatch.setattr(supervise.supervisor, "Supervisor", Supervisor)
+    former = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
+    try:
+        assert main(COMMAND) == 75
+        assert {signal.getsignal(number) for number in stop_requests.SIGNALS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def test_a_folder_that_stays_in_use_is_told(lock: ExitStack, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    monkeypatch.setattr(supervise, "_LOCK_TRIES", 1)
+    monkeypatch.setattr(supervise, "_LOCK_PAUSE", 0)
+    with lock:
+        assert "--run-dir (run) is in use by another run" in cli.refused(*COMMAND)
+
+
+def test_a_folder_that_is_gone_is_told(lock: ExitStack, cli: CommandLine) -> None:
+    lock.close()
+    shutil.rmtree("run")
+    assert "--run-dir (run) is gone, with all that this job has trained" in cli.refused(*COMMAND)

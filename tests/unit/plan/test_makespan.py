@@ -91,9 +91,7 @@ def test_a_step_ends_when_its_last_action_does(schedule: Schedule) -> None:
         if schedule != "gpipe"
     ],
 )
-def test_a_long_step_is_not_simulated_whole_once_it_repeats_itself(
-    schedule: Schedule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_step_that_repeats_itself_is_cut_short(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     degree = MANY if schedule == "1f1b" else 4
     parallel, done = parallel_of(schedule, degree, 3), [0]
     run = levels._LevelSimulation._run

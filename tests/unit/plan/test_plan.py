@@ -1,5 +1,6 @@
 """`shardwise plan`: the list, what is kept, what is written, and what is refused."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from shardwise.base import units
+from shardwise.base.units import Price
 from shardwise.config import check_layout, load_config, size_stages_of
 from shardwise.config.recipe_files import carried_comments
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan import device_specs
 from shardwise_plan.cli.wording import _PUBLISHED_ERROR
 from shardwise_plan.data_stages import run_with_layout
+from shardwise_plan.device_specs import load_device, parse_cluster
 from tests.command_line import CommandLine
 
 REPLACED = "train it with (replace YOUR_… by the paths of your data)"
@@ -48,9 +51,7 @@ def test_best_layouts_first_and_each_fits(cli: CommandLine, tmp_path: Path) -> N
     assert memory.total == plans[0]["memory_bytes"], "what is written needs what the list says"
 
 
-def test_any_layout_of_the_list_is_written_before_the_list(
-    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_listed_layout_is_written(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [*GPT, "train.micro_batch=1", "optimizer.zero=1"]
     third = cli.facts(*few)["plans"][2]["layout"]
     assert "--layout (3) must go with --write FILE" in cli.refused(*few, "--layout", "3")
@@ -174,14 +175,7 @@ def test_several_devices_stand_side_by_side(cli: CommandLine, tmp_path: Path) ->
 
 @pytest.mark.parametrize("device", ["trn2:64", "h100:8"])
 def test_a_proposed_pipeline_on_trainium_is_warned_of(device: str, cli: CommandLine) -> None:
-    small = [
-        "plan",
-        "llama2-7b",
-        "train.global_batch=64",
-        "train.micro_batch=1",
-        "parallel.pipeline=2",
-        "parallel.tensor=4",
-    ]
+    small = [*LLAMA[:3], "train.micro_batch=1", "parallel.pipeline=2", "parallel.tensor=4"]
     told = "\nparallel.pipeline (2) is refused by TorchNeuron's copy of" in cli(*small, "--device", device).out
     assert told == device.startswith("trn")
 
@@ -235,6 +229,14 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(cli: CommandLine,
             r"--budget \(100 USD\) must be higher: the cheapest training found costs [\d,]+ USD on ",
         ),
         (["h100:8", "--nodes", "2", "--budget", "30 days"], "--budget must go without --nodes"),
+        *(
+            (["h100:8,b200:8", "--price", price], message)
+            for price, message in (
+                ("1 USD,2 USD,3 USD", r"--price \(1 USD,2 USD,3 USD\) must be one price, or one for each of the 2"),
+                ("2 USD/rack", r"--price \(2 USD/rack\) must be a price of a device, a chip or a node"),
+                ("2.50", r"--price \(2\.50\) must name its currency, as in '2\.50 USD'"),
+            )
+        ),
         (
             ["a100-40gb:2", "parallel.tensor=2"],
             r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 6 is",
@@ -339,9 +341,7 @@ def test_a_budget_in_money_finds_the_fastest_cluster_for_it(cli: CommandLine) ->
     assert re.match(r"32 nodes train it for [\d,]+ USD in \d+ d \d\d h$", facts["budget"])
 
 
-def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_compared_clusters_with_own_batches_train_the_same_tokens(cli: CommandLine, tmp_path: Path) -> None:
     written = tmp_path / "best.yaml"
     command = ["plan", "gpt3-175b", "--device", "h100:8", "--price", "2 USD", *FEW]
     # The recipe's rule is 256 sequences for 256 ranks, which are 32 nodes.
@@ -371,3 +371,31 @@ def test_a_batch_that_no_layout_divides_is_told_with_what_it_must_be(cli: Comman
         r"multiple of train\.micro_batch × data-parallel degree \(1 × 8 = 8\): nearest 8",
         cli.refused("plan", "llama2-tiny", "--device", "h100:8", *keys),
     )
+
+
+def test_a_price_for_each_device_or_one_for_all(cli: CommandLine) -> None:
+    small = [*SMALL, "--device", "h100:8,b200:8"]
+    for price, each in (("2.50 USD,5.00USD", [2.5, 5.0]), ("4 usd", [4.0, 4.0])):
+        plans = cli.facts(*small, "--price", price)["devices"].values()
+        assert [plan["cost"] / plan["device_hours"] for plan in plans] == pytest.approx(each)
+        assert {plan["currency"] for plan in plans} == {"USD"}
+    said = cli.refused(*small, "--price", "2.50 USD,5.00 EUR")
+    assert "--price (EUR and USD) must have one currency for all devices" in said
+
+
+@pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])
+def test_a_chip_is_paid_as_a_whole(per_node: int, chips: int) -> None:
+    device = replace(load_device("trn2"), price=Price.of("2 USD/chip", "--price"))
+    machines = replace(parse_cluster("trn2", 3), device=device, per_node=per_node)
+    assert (machines.priced_units, machines.price_per_hour) == (3 * chips, 6 * chips)
+
+
+def test_a_price_of_the_recipe_is_that_of_one_device_alone(cli: CommandLine) -> None:
+    """Other devices that are compared have other prices; `--price` replaces it."""
+    small = [*SMALL, "log.price=2.50 USD", "--json"]
+    for device, more, each in (("h100:8", [], 2.5), ("h100:8", ["--price", "3 EUR"], 3.0), ("h100:8,b200:8", [], None)):
+        found = json.loads(cli(*small, "--device", device, *more).out)
+        plans = found["devices"].values() if "," in device else found["plans"][:1]
+        assert [plan.get("cost") and plan["cost"] / plan["device_hours"] for plan in plans] == pytest.approx(
+            [each] * len(plans)
+        )

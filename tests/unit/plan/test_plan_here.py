@@ -1,36 +1,30 @@
-"""`shardwise plan --calibrate` and `plan RUN`: what is refused, and a run beside its prediction."""
+"""`shardwise plan --calibrate` and `plan RUN`: a run beside its prediction, and this machine's figures."""
 
 from __future__ import annotations
 
+import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwise.config import check_layout, load_config
-from shardwise_plan.device_specs import Cluster, load_device
+from shardwise_plan import device_seconds
+from shardwise_plan.calibration_fit import (
+    PRODUCTS,
+    Measurements,
+    calibration_trainings,
+    measured_device_file,
+    undisturbed_seconds,
+)
+from shardwise_plan.device_seconds import device_constants
+from shardwise_plan.device_specs import Cluster, Device, device_yaml, load_device, parse_device, sourced_figure
 from shardwise_plan.step_time import step_time
 from tests.command_line import CommandLine
 from tests.e2e.command import metrics, shardwise
 
 SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--calibrate", "-o", "here.txt"], "-o (here.txt) must end in .yaml, by which --device knows a file"),
-        (["--calibrate", "-o", "there.yaml"], "-o there.yaml: the file exists already"),
-        ([], "RECIPE must be named, or the folder of a run, or --calibrate or --show-device given"),
-        (["llama2-tiny"], "--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it"),
-    ],
-)
-def test_what_cannot_be_is_told_before_the_work(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.yaml").write_text("name: a device\n")
-    assert text in cli.refused("plan", *arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +72,61 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert all(source.startswith(("measured", "assumption", "torch", "the r")) for source in sources)
     shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
     assert "layouts, these were dropped" in shown
+
+
+DAY = datetime.date(2026, 1, 2)
+
+
+def machine() -> Device:
+    """A CPU with constants of its own."""
+    cpu = load_device("cpu")
+    figures = {"host": 2e-5, "memory": 0.5, "matmul": 0.8, "wait": 3e-4, "step": 1e-3, "action": 2e-4}
+    return replace(cpu, constants=tuple(figures.items()))
+
+
+def found(device: Device, ranks: int) -> Measurements:
+    """What that machine would measure."""
+    constants = device_constants(device)
+    seconds = []
+    for config in calibration_trainings(ranks):
+        time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
+        seconds.append(time.total)
+    products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
+    link = device.node
+    sums = [(size, 2 * (size / 2 / link.bandwidth + link.latency)) for size in (64.0, 2.0**24)]
+    return Measurements(
+        "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
+        {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
+        sums if ranks > 1 else [], seconds,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
+    measured = found(machine(), ranks)
+    text = measured_device_file(measured, DAY)
+    device = parse_device("here", text, "here.yaml")
+    assert not device.is_accelerator
+    assert device.per_node == ranks
+    for config, seconds in zip(calibration_trainings(ranks), measured.steps, strict=True):
+        time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
+        assert time.total == pytest.approx(seconds, rel=0.1), config
+    assert (
+        device.figures["float32_tflops"]["source"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
+    )
+    assert ("assumption" in device.figures["node_link.latency_us"]["source"]) == (ranks == 1)
+    if ranks == 2:
+        assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
+        assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
+
+
+def test_what_else_runs_makes_no_figure() -> None:
+    """Half of the steps are disturbed."""
+    assert undisturbed_seconds([1.0, 5.0] * 10) == 1.0
+    assert undisturbed_seconds([2.0]) == 2.0
+
+
+@pytest.mark.parametrize("value", [2e-05, 1.5e-07, 0.25, 3e16])
+def test_figures_of_any_size_are_numbers_in_yaml(value: float) -> None:
+    assert yaml.safe_load(device_yaml({"host": sourced_figure(value, "measured")}))["host"]["value"] == value

@@ -23,9 +23,7 @@ def planned(at: Path, cli: CommandLine, *options: str) -> tuple[str, dict[str, A
     return file.read_text(encoding="utf-8"), facts
 
 
-def test_the_answer_leaves_memory_and_its_commands_write_it(
-    tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_answer_fits_and_is_written(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A faster layout that may not fit is told, and neither proposed nor written."""
     monkeypatch.chdir(tmp_path)
     page, facts = planned(tmp_path, cli)
@@ -72,23 +70,13 @@ def test_each_layout_is_a_dot_that_tells_of_it(tmp_path: Path, cli: CommandLine)
     assert "<polyline" in page, "numbers of nodes that the budget excludes are drawn too"
 
 
-PROBE = """
-    const seen = (one) => at.getComputedStyle(one);
-    const end = page.querySelector(".commands").getBoundingClientRect().bottom;
-    const tiles = page.querySelectorAll(".answers .tile"), shown = [...tiles].every((tile) => tile.clientHeight > 0);
-    const dot = page.querySelector(".point[tabindex]"), cell = page.querySelector(".layouts td:last-child");
-    dot.focus();
-    const focused = seen(dot.querySelector(".told")).visibility;
-    const dark = seen(page.body).backgroundColor;
-    told.push([width, fits, loaded, shown && end < height, focused, seen(cell).display, dark]);
-"""
-
-
 @pytest.mark.slow
 def test_a_browser_shows_it_without_an_error(tmp_path: Path, cli: CommandLine) -> None:
     """On a phone with cards in place of a table, and on a desktop, in the dark; the answer is in the first screen."""
     planned(tmp_path, cli, "--nodes", "1,2")
-    is_dark, *frames = browsed(tmp_path / "plan.html", PROBE, (390, 844), (1280, 800))
+    is_dark, *frames = browsed(
+        tmp_path / "plan.html", Path(__file__).with_name("plan_page.js"), (390, 844), (1280, 800)
+    )
     assert is_dark
     dark = "rgb(16, 21, 27)"
     assert sorted(frames) == [

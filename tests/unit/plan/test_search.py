@@ -81,9 +81,7 @@ def test_pruning_loses_no_layout() -> None:
         (2 * 1025 * 5, 5, {1, 5}),
     ],
 )
-def test_context_degrees_are_those_that_divide_with_chunks_of_1024_tokens(
-    length: int, nodes: int, degrees: set[int]
-) -> None:
+def test_context_degrees_divide_into_chunks_of_1024_tokens(length: int, nodes: int, degrees: set[int]) -> None:
     keys = [f"train.sequence_length={length}", f"model.max_position_embeddings={length}", "train.micro_batch=1"]
     config = load_config("llama2-7b", [*keys, f"train.global_batch={8 * nodes}", "parallel.tensor=1"])
     fixed = ("parallel.tensor", "parallel.pipeline", "train.micro_batch")

@@ -1,5 +1,6 @@
 """The time of a step: limits that follow from the device, the event simulation, and the published runs."""
 
+import importlib
 import re
 import statistics
 import sys
@@ -7,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +18,8 @@ from shardwise_plan.device_seconds import LinkedRanks, collective, matmul, shipp
 from shardwise_plan.device_specs import Cluster, device_names, load_device, parse_cluster
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.step_time import StepTime, shardwise_traits, step_time
+from tests.arch.source import ROOT
 
-ROOT = Path(__file__).parents[3]
 A100 = load_device("a100")
 
 
@@ -27,14 +27,13 @@ A100 = load_device("a100")
 def _benchmarks_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for folder in ("benchmarks", "scripts"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
+    before = {*sys.modules}
     yield
-    for name in ("published", "planner", "fit_planner"):
-        sys.modules.pop(name, None)
-
-
-def test_a_product_of_few_tiles_leaves_processors_idle() -> None:
-    one, just_more = (matmul(A100, shipped_constants(), A100.bfloat16, 256, 128 * tiles, 4096) for tiles in (108, 109))
-    assert just_more > one * 1.3
+    for name in {*sys.modules} - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(
+            (str(ROOT / "benchmarks"), str(ROOT / "scripts"))
+        ):
+            del sys.modules[name]
 
 
 MACHINES = parse_cluster("h100:8", 16)
@@ -59,7 +58,11 @@ def seconds_of(nbytes: float, on: Cluster) -> float:
 
 @pytest.mark.slow
 def test_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The errors that benchmarks/results/planner.md publishes, and that what is fitted is only what may be."""
+    """The errors that benchmarks/results/planner.md publishes, and that what is fitted is only what may be.
+
+    `scripts/fit_planner.py` gives the constants that are committed, from its start and the rows of the split.
+    """
+    import fit_planner
     import planner
     import published
 
@@ -67,6 +70,7 @@ def test_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     fitting = published.fitting_rows()
     assert {row.source.partition(" (")[0] for row in fitting} == {published.FITTED_SOURCE}
     assert len(fitting) == 225
+    assert fit_planner.fit(fitting)[0] == shipped_constants()
     rows = planner.compared()
     on_device = Counter(one.row.cluster.device.key for one in rows)
     expected = {name: on_device[name] for name in device_names()}
@@ -88,15 +92,6 @@ def test_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     fitted_rows = [one for one in rows if one.row.is_fitted]
     assert {planner.role(one.row) for one in fitted_rows} == {"fit"}
     assert planner.report() == planner.RESULT.read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_the_fit_is_repeated() -> None:
-    """`scripts/fit_planner.py` gives the constants that are committed, from its start and the rows of the split."""
-    import fit_planner
-    import published
-
-    assert fit_planner.fit(published.fitting_rows())[0] == shipped_constants()
 
 
 def test_gradients_are_added_for_each_micro_batch() -> None:
@@ -206,18 +201,20 @@ def test_steps_of_one_h200_take_what_was_measured() -> None:
 
 def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:
     ahead, blocked = (timed(gpt3(), MACHINES, ProgramTraits(runs_ahead=runs)) for runs in (True, False))
-    assert (
-        blocked.launch > 32 * 12 * 2.6 * 24 * shipped_constants().host * 0.99
-    )  # micro-batches, blocks, both passes, kernels
+    kernels = 32 * 12 * 2.6 * 24  # micro-batches, blocks, both passes, kernels of a block
+    assert blocked.launch > kernels * shipped_constants().host * 0.99
     assert blocked.launch > 10 * ahead.launch
 
 
-def test_batched_products_of_rows_without_16_bytes_lose_the_tensor_cores() -> None:
-    def seconds(k: int, batch: int) -> float:
-        return matmul(A100, shipped_constants(), A100.bfloat16, 2048, 2048, k, batch)
+def test_products_of_unlucky_shapes_take_longer() -> None:
+    """A tile more than there are processors; rows of a batched product without 16 bytes, for no tensor cores."""
 
-    assert seconds(108, 32) > 4 * seconds(104, 32)
-    assert seconds(108, 1) < 1.2 * seconds(104, 1)
+    def seconds(m: int, n: int, k: int, batch: int = 1) -> float:
+        return matmul(A100, shipped_constants(), A100.bfloat16, m, n, k, batch)
+
+    assert seconds(256, 128 * 109, 4096) > 1.3 * seconds(256, 128 * 108, 4096)
+    assert seconds(2048, 2048, 108, 32) > 4 * seconds(2048, 2048, 104, 32)
+    assert seconds(2048, 2048, 108) < 1.2 * seconds(2048, 2048, 104)
 
 
 def test_collectives_take_what_nccl_was_measured_to_take() -> None:
@@ -226,3 +223,14 @@ def test_collectives_take_what_nccl_was_measured_to_take() -> None:
     for (ranks, size), seconds in measured.items():
         found = collective(A100, shipped_constants(), LinkedRanks(ranks, ranks), size, reduces_all=True)
         assert found == pytest.approx(seconds, rel=0.2), (ranks, size)
+
+
+def test_pages_have_the_predicted_gains_of_switches() -> None:
+    """Of each of `train.switches` alone; one page has that of all together too."""
+    predicted = importlib.import_module("first_gpu.switches").published()
+    for page in ("docs/performance.md", "benchmarks/results/switches.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        rows = {name: float(gain) for name, gain in re.findall(r"^\| `(\w+)`.*?\| ([\d.]+)%", text, re.M)}
+        assert rows == {name: round(100 * gain, 1) for name, gain in predicted.items() if name != "all"}, page
+        assert "57.3%" in text, page
+    assert f"| all three | {100 * predicted['all']:.1f}%" in text

@@ -24,19 +24,10 @@ def pieces(*merges: str, tokens: tuple[str, ...] = ("a", "b", "c", "ab", "abc"))
     """A tokenizer as Llama 2's."""
     prefix = {"type": "Prepend", "prepend": "▁"}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    names = ["<unk>", *BYTES, *tokens]
-    return {
-        "model": {
-            "type": "BPE",
-            "byte_fallback": True,
-            "unk_token": "<unk>",
-            "merges": list(merges),
-            "vocab": {name: number for number, name in enumerate(names)},
-        },
-        "added_tokens": [],
-        "normalizer": {"type": "Sequence", "normalizers": [prefix, spaces]},
-        "pre_tokenizer": None,
-    }
+    vocabulary = {name: number for number, name in enumerate(["<unk>", *BYTES, *tokens])}
+    model = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": [*merges], "vocab": vocabulary}
+    normalizer = {"type": "Sequence", "normalizers": [prefix, spaces]}
+    return {"model": model, "added_tokens": [], "normalizer": normalizer, "pre_tokenizer": None}
 
 
 def test_a_tokenizer_of_our_own(own: dict[str, Any]) -> None:

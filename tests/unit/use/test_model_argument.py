@@ -41,9 +41,7 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("command", "given"), [("evaluate", ()), ("generate", ("model.family=other:M",))])
-def test_a_folder_runs_no_code_that_the_user_does_not_name(
-    command: str, given: tuple[str, ...], strange: Path, cli: CommandLine
-) -> None:
+def test_a_folder_runs_no_code_by_itself(command: str, given: tuple[str, ...], strange: Path, cli: CommandLine) -> None:
     assert "if you trust it, give model.family=strange_code:M too" in cli.sentence(*COMMANDS[command], *given)
     assert not (strange / "ran").exists()
 

@@ -6,14 +6,16 @@ The files in `others` are written in the form of the programs' own examples; `ti
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import yaml
 
-from shardwise.config import config_from_sections
+from shardwise.config import config_from_sections, load_config
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.other_names import PROGRAMS
 from shardwise.optim.learning_rate import learning_rate
@@ -38,7 +40,10 @@ def others(tmp_path: Path) -> Path:
     return tmp_path
 
 
-RECIPES, SETTINGS = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8")).values()
+RECORD = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+RECIPES, SETTINGS, FAMILIES, SCHEDULES = RECORD.values()
+LACKS_MODEL = ("run_clm.sh", "training_args.json", "deepspeed.json", "axolotl.yaml", "litgpt.yaml")
+LACKS_LENGTH = ("training_args.json", "deepspeed.json")
 
 
 @pytest.mark.parametrize("file", RECIPES)
@@ -52,20 +57,10 @@ def test_a_file_becomes_a_recipe_that_does_the_same(file: str, others: Path) -> 
     assert config_from_sections(made.sections).train.sequence_length == wanted["train"]["sequence_length"]
 
 
-BESIDE = {
-    "run_clm.sh": ["model.config=MODEL"],
-    "training_args.json": ["model.config=MODEL", "train.sequence_length=64"],
-    "deepspeed.json": ["model.config=MODEL", "train.sequence_length=64"],
-    "axolotl.yaml": ["model.config=MODEL"],
-    "litgpt.yaml": ["model.config=MODEL"],
-}
-"""Keys that are given beside files which do not have them."""
-
-
 @pytest.mark.parametrize("file", SETTINGS)
 def test_settings_carry_over_with_their_meaning(file: str, others: Path) -> None:
-    beside = [word.replace("MODEL", str(others / "model")) for word in BESIDE.get(file, [])]
-    made = recipe_of(str(others / file), beside)
+    beside = [f"model.config={others / 'model'}"] * (file in LACKS_MODEL)
+    made = recipe_of(str(others / file), [*beside, *["train.sequence_length=64"] * (file in LACKS_LENGTH)])
     assert made.problems == []
     for name, wanted in SETTINGS[file].items():
         assert {key: made.sections[name].get(key) for key in wanted} == wanted, name
@@ -114,28 +109,18 @@ GPT = (
     "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --train-iters 10 --lr 1e-3 --vocab-size 512 --data-path /data/text "
 )
-FAMILIES = {
-    "": "gpt",
-    "--position-embedding-type rope --ffn-hidden-size 256": "gpt_neox",
-    "--swiglu --normalization RMSNorm --use-rotary-position-embeddings --disable-bias-linear "
-    "--ffn-hidden-size 176": "llama",
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --add-qkv-bias "
-    "--ffn-hidden-size 176 --hidden-dropout 0": "qwen2",
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
-    "--ffn-hidden-size 176 --kv-channels 16": "qwen3",
-}
 
 
-@pytest.mark.parametrize("flags", FAMILIES)
-def test_several_flags_of_megatron_say_the_family(flags: str, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"{GPT}{flags}\n", encoding="utf-8")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_flags_of_megatron_say_the_family(family: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{GPT}{FAMILIES[family]}\n", encoding="utf-8")
     made = recipe_of(str(tmp_path / "run.sh"))
     assert made.problems == []
-    assert made.sections["model"]["family"] == FAMILIES[flags]
+    assert made.sections["model"]["family"] == family
     dropout = [row for row in made.rows if row.name == "hidden_dropout"]
     # A default that has no counterpart in the family is told.
-    if "--hidden-dropout" not in flags:
-        assert bool(dropout[0].keys) == (FAMILIES[flags] in ("gpt", "gpt_neox"))
+    if "--hidden-dropout" not in FAMILIES[family]:
+        assert bool(dropout[0].keys) == (family in ("gpt", "gpt_neox"))
     assert made.sections["train"]["global_batch"] == "1 per 1 rank"
 
 
@@ -201,21 +186,9 @@ def test_a_schedule_of_deepspeed(tmp_path: Path) -> None:
     assert reasons["scheduler.params.warmup_type"].startswith("warmups are linear here")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "wanted"),
-    [
-        ({"type": "WarmupLR"}, {"lr": 3e-4, "warmup_steps": 1000, "schedule": "constant"}),
-        # Its peak is a default of its own, whatever the optimizer's rate is.
-        ({"type": "WarmupDecayLR"}, {"lr": 1e-3, "warmup_steps": 1000, "schedule": "linear"}),
-        ({"type": "WarmupDecayLR", "params": {"warmup_max_lr": 5e-4}}, {"lr": 5e-4}),
-        ({"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto"}}, {"lr": 3e-4}),
-        ({"type": "WarmupCosineLR"}, {"lr": 3e-4, "min_lr": 3e-8, "warmup_steps": 1000}),
-    ],
-)
-def test_what_a_schedule_of_deepspeed_leaves_out(
-    schedule: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
-) -> None:
-    """Rates of DeepSpeed 0.19.8; its AdamW decays nothing by default."""
+@pytest.mark.parametrize(("schedule", "wanted"), SCHEDULES)
+def test_defaults_of_a_schedule_of_deepspeed(schedule: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
+    """Its AdamW decays nothing by default."""
     schedule = {**schedule, "params": {"total_num_steps": 9000, **schedule.get("params", {})}}
     content = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "scheduler": schedule}
     (tmp_path / "ds.json").write_text(json.dumps(content))
@@ -301,9 +274,19 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
         assert found == values
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_length", 64), ("max_length", None), ("max_seq_length", 64)])
+def test_a_config_of_trl_keeps_its_own_length(name: str, value: int | None, others: Path) -> None:
+    """Without a limit, the length is asked for."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 100, "packing": True, name: value}
+    (others / "run.json").write_text(json.dumps(settings))
+    made = recipe_of(str(others / "run.json"), [f"model.config={others / 'model'}"])
+    assert made.sections["train"].get("sequence_length") == value
+    assert {row.name for row in made.rows} & {"max_length", "max_seq_length"} == ({name} if value else set())
+    assert ["train.sequence_length" in problem for problem in made.problems] == [True] * (value is None)
+
+
 @pytest.mark.parametrize(
-    "flags",
-    ["sft.py --padding_free", "sft.py --max_length 64", "sft.py --loss_type dft", "trl sft", "sft.py"],
+    "flags", ["sft.py --padding_free", "sft.py --max_length 64", "sft.py --loss_type dft", "trl sft", "sft.py"]
 )
 def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -> None:
     """And the options that are told are those of `train`: the length is no --max-tokens."""
@@ -326,9 +309,11 @@ def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -
         ("max_steps: 5000", [], 100),
         ("max_steps: 5000\nwarmup_ratio:", [], 100),
         ("max_steps: 5000\nwarmup_ratio: 0.1", [], 500),
+        ("max_steps: 99\nwarmup_ratio: 0.1", [], 9),
+        ("max_steps: 19\nwarmup_ratio: 0.1", [], 2),
+        ("max_steps: 9\nwarmup_ratio: 0.1", [], 0),
         ("max_steps: 33", [], 0),
         ("max_steps: 34", [], 2),
-        ("max_steps: 66", [], 2),
         ("max_steps: 100", [], 3),
         ("max_steps: 5000\nwarmup_steps: 1", [], 2),
         ("max_steps: 5000", ["train.steps=1000"], 30),
@@ -336,7 +321,7 @@ def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -
     ],
 )
 def test_the_warmup_of_axolotl(lines: str, beside: list[str], warmup: int, others: Path) -> None:
-    """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, and 2 for 1."""
+    """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, rounded down, and 2 for 1."""
     file = others / "axolotl.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace("max_steps: 5000", lines), encoding="utf-8")
     made = recipe_of(str(file), [f"model.config={others / 'model'}", *beside])
@@ -379,12 +364,73 @@ def test_a_misspelt_key_is_not_advised(others: Path, cli: CommandLine) -> None:
     ("file", "keys"),
     [("titan.toml", ["warmup_steps", "decay_steps"]), ("megatron.sh", ["warmup_steps", "constant_steps"])],
 )
-def test_a_schedule_that_other_steps_do_not_fit_is_refused(
-    file: str, keys: list[str], others: Path, cli: CommandLine
-) -> None:
+def test_a_schedule_must_fit_the_given_steps(file: str, keys: list[str], others: Path, cli: CommandLine) -> None:
     """Before a recipe is written that `train` refuses; with the keys that mend it."""
     said = cli.refused("recipes", "--from", others / file, "train.steps=5")
     assert all(f"optimizer.{key} (" in said for key in keys)
     assert " ".join(f"optimizer.{key}=VALUE" for key in keys) in said
     mended = [f"optimizer.{key}=1" for key in keys]
     cli("recipes", "--from", others / file, "train.steps=5", *mended)
+
+
+def test_a_command_line_counts_before_its_toml(others: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As up to torchtitan 0.2; a file that is not there is named, and its settings are not guessed."""
+    script = others / "run.sh"
+    script.write_text(
+        'CONFIG_FILE=${CONFIG_FILE:-"./titan.toml"}\n'
+        "torchrun --nproc_per_node=8 --local-ranks-filter 0 -m torchtitan.train --job.config_file ${CONFIG_FILE} \\\n"
+        "  --training.steps 5000 --parallelism.tensor_parallel_degree 2 --job.dump_folder /data/out\n",
+        encoding="utf-8",
+    )
+    made = recipe_of(str(script))
+    assert made.problems == []
+    assert made.sections["train"]["steps"] == 5000
+    assert made.sections["parallel"]["tensor"] == 2
+    assert (made.sections["model"]["hidden_size"], made.sections["optimizer"]["lr"]) == (4096, 3e-4)
+    reasons = {row.name: row.reason for row in made.rows}
+    assert reasons.keys() >= {"job.dump_folder", "local_ranks_filter"}
+    assert reasons["parallelism.data_parallel_shard_degree"].startswith("the data-parallel degree is the number of")
+    assert not {"model.flavor", "job.config_file"} & reasons.keys()
+    (others / "titan.toml").rename(others / "elsewhere.toml")
+    out, err = cli("recipes", "--from", script, code=2)
+    assert "  job.config_file = ./titan.toml  there is no such file here, and its settings are not read" in out
+    assert "optimizer.lr" not in out, "a default of the program"
+    assert "- optimizer.lr is missing" in err
+    (others / "there").mkdir()
+    (others / "elsewhere.toml").rename(others / "there" / "titan.toml")
+    monkeypatch.chdir(others / "there")
+    assert recipe_of(str(script)).sections == made.sections, "a script runs where the user is"
+    (others / "titan.toml").write_text("lr = ", encoding="utf-8")
+    assert f"{others / 'titan.toml'}) cannot be read" in cli.refused("recipes", "--from", script)
+
+
+def test_torchtitan_shortens_a_decay_to_the_steps_after_the_warmup(others: Path, cli: CommandLine) -> None:
+    """Its message: "Warmup (200) + decay (240) steps exceed total steps (300). Adjusting decay steps to 100."."""
+    toml, script = others / "titan.toml", others / "run.sh"
+    toml.write_text(toml.read_text().replace("warmup_steps = 200", "warmup_steps = 200\ndecay_ratio = 0.8"))
+    script.write_text(f"torchrun -m torchtitan.train --job.config_file {toml} --training.steps 300\n", encoding="utf-8")
+    said = cli("recipes", "--from", script).out
+    assert "optimizer.decay_steps=99 (torchtitan shortens a decay to the steps after the warmup)" in said
+    for steps, decay in {1000: 799, 999: 798, 990: 789, 3000: 2399}.items():
+        script.write_text(script.read_text().rpartition(" ")[0] + f" {steps}\n", encoding="utf-8")
+        assert recipe_of(str(script)).sections["optimizer"]["decay_steps"] == decay
+        assert ("torchtitan shortens" in cli("recipes", "--from", script).out) == (steps == 990)
+
+
+def test_a_tokenizer_that_is_here_gives_the_vocabulary_and_several_nodes_a_job(others: Path, cli: CommandLine) -> None:
+    """Megatron pads the vocabulary to a multiple on the ranks of TP, as parallel.vocab_multiple does."""
+    text = (others / "megatron.sh").read_text(encoding="utf-8")
+    text = text.replace("--vocab-size 32000", "").replace(":-1}", ":-4}")
+    script = others / "four.sh"
+    script.write_text(text, encoding="utf-8")
+    assert any("vocab_size" in problem for problem in recipe_of(str(script)).problems)
+    tokens = {chr(code): code - 33 for code in range(33, 120)}
+    (others / "tokenizer").mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(tokens, "!")).save(str(others / "tokenizer" / "tokenizer.json"))
+    script.write_text(text.replace("/data/tokenizer", str(others / "tokenizer")), encoding="utf-8")
+    out = cli("recipes", "--from", script, "--write", others / "my.yaml").out
+    assert re.search(rf"data.tokenizer = {others / 'tokenizer'} +→ model.vocab_size=87\n", out)
+    wanted = f"train it with: shardwise submit {others / 'my.yaml'} launch.ranks_per_node=8\n"
+    assert out.endswith(wanted), out[-200:]
+    config = load_config(str(others / "my.yaml"))
+    assert (config.model.vocab_size, config.parallel.vocab_multiple, config.launch.nodes) == (87, 128, 4)

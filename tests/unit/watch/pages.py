@@ -109,31 +109,14 @@ def by_batch(path: Path | str, factor: int, until: int, start: Sequence[Start] |
     return write_events(run, events)
 
 
-FRAMES = """<body><script>
-const told = [matchMedia("(prefers-color-scheme: dark)").matches], sizes = %s;
-for (const [width, height] of sizes) {
-  const frame = document.createElement("iframe");
-  [frame.width, frame.height, frame.src] = [width, height, "%s"];
-  frame.onload = () => {
-    const page = frame.contentDocument, at = frame.contentWindow;
-    const loaded = at.performance.getEntriesByType("resource").length, fits = page.documentElement.scrollWidth <= width;
-    const press = (place, key) => place.dispatchEvent(new KeyboardEvent("keydown", {key}));
-    %s
-    if (told.length > sizes.length) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
-  };
-  document.body.append(frame);
-}
-</script></body>"""
-"""A page that frames another one in several sizes."""
-
-
-def browsed(file: Path, script: str, *sizes: tuple[int, int]) -> list[Any]:
+def browsed(file: Path, script: Path, *sizes: tuple[int, int]) -> list[Any]:
     """Whether a browser is dark, and what `script` tells of a page in each size; a browser's start takes seconds."""
     if BROWSER is None:
         assert "CI" not in os.environ, "Chromium is missing: scripts/test_packages.sh installs it"
         pytest.skip("Chromium is not installed")
     folder = file.parent
-    (folder / "probe.html").write_text(FRAMES % (json.dumps(sizes), file.name, script))
+    frames = Path(__file__).with_name("frames.html").read_text()
+    (folder / "probe.html").write_text(frames % (json.dumps(sizes), file.name, script.read_text()))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     options += ["--enable-logging=stderr", "--blink-settings=preferredColorScheme=0"]
     # Without what a browser does besides for its user, and in one process: its start takes a second.

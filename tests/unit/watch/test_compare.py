@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -53,34 +54,12 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("golden_steploss.txt", "4.0\n3.0\n\n2.0\n"),
-        ("table.csv", "Step,Loss,lr\n1,4.0,0.1\n2,3.0,\n3,2.0,0.3\n"),
-        ("windows.csv", "\ufeffstep;loss\r\n1;4\r\n2;3\r\n3;2\r\n"),
-        ("exported.csv", "Wall time,Step,Value\n17.5,1,4\n18.5,2,3\n19.5,3,2\n"),
-        ("nemo.tsv", "global_step\treduced_train_loss\n1.0\t4\n2.0\t3\n3.0\t2\n"),
-        ("blank.csv", 'step,"eval/loss",train/loss\n1,,4\n1,9,\n2,,3\n3,,2\n'),
-        ("twice.txt", "1 7\n2 8\n1 4\n2 3\n3 2\n"),
-        ("list.json", "[4.0, 3.0, 2.0]"),
-        ("pairs.json", "[[1, 4.0], [2, 3.0], [3, 2.0]]"),
-        ("columns.json", '{"steps": 3, "loss": [4.0, 3.0, 2.0], "grad_norm": [1.0]}'),
-        ("by_step.json", '{"1": 4.0, "2": 3.0, "3": 2.0}'),
-        ("megatron.json", '{"lm loss": {"end_step": 3, "values": {"1": 4, "2": 3, "3": 2}}, "time": {}}'),
-        (
-            "trainer_state.json",
-            '{"log_history": [{"step": 1, "loss": 4.0}, {"step": 1, "eval_loss": 9}, {"step": 2, "loss": 3.0}, '
-            '{"step": 3, "loss": 2.0}, {"step": 3, "train_loss": 3.5}]}',
-        ),
-        ("two.csv", "step,value,loss\n1,9,4\n2,9,3\n3,9,2\n"),
-        ("losses.jsonl", lines({"loss": 4}, {"loss": 3}, {"loss": 2})),
-        ("golden.jsonl", lines(*EVENTS, {"event": "eval", "step": 3, "loss": 9.0})),
-        ("killed.jsonl", lines(*EVENTS) + '{"event": "step", "st'),
-    ],
-)
-def test_each_form_of_a_curve(name: str, text: str) -> None:
-    Path(name).write_text(text)
+FORMS, REFUSED = yaml.safe_load(Path(__file__).with_name("compare.yaml").read_text(encoding="utf-8")).values()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_of_a_curve(name: str) -> None:
+    Path(name).write_text(FORMS[name], newline="")
     assert read_curve_file(Path(name)) == LOSSES
 
 
@@ -117,9 +96,7 @@ def test_tensorboards_events() -> None:
         ("later.txt", None, "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2"),
     ],
 )
-def test_what_is_no_curve_is_refused_in_a_sentence(
-    name: str, content: str | bytes | None, problem: str, cli: CommandLine
-) -> None:
+def test_no_curve_is_refused(name: str, content: str | bytes | None, problem: str, cli: CommandLine) -> None:
     if content is not None:
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert problem in cli.sentence("compare", "run", name)
@@ -138,7 +115,7 @@ def test_what_is_no_curve_is_refused_in_a_sentence(
         ("step mine\n1 4\n3 2.01", ["--loss", "mine"], 0, "0.00498 at step 3: loss 2 in A, 2.01 in B", "within"),
     ],
 )  # fmt: skip
-def test_the_largest_difference_is_told(
+def test_largest_difference(
     golden: str, options: list[str], code: int, largest: str, result: str, cli: CommandLine
 ) -> None:
     Path("golden.txt").write_text(golden)
@@ -239,7 +216,7 @@ def grown(first: float, factor: float = 1.5, from_step: int = 1) -> dict[int, fl
     ],
     ids=["grows", "grows after a change", "bits", "jump", "from the start"],
 )
-def test_a_difference_that_grows_from_rounding_is_told(
+def test_growth_of_rounding_is_told(
     losses: dict[int, float], options: list[str], grows_from: int | None, cli: CommandLine
 ) -> None:
     write_run(Path("a"), losses=losses, mesh=DATA_PARALLEL)
@@ -372,28 +349,8 @@ def test_curves_are_drawn_in_the_terminal(cli: CommandLine, monkeypatch: pytest.
     assert all(len(line) <= 80 for line in drawn.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["run", "run", "--tolerance", "nan"], "--tolerance (nan) must be a number from 0, such as 0.01 for 1 %"),
-        (["run", "run", "--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
-        (["run", "run", "--plot", "no/plot.svg"], "--plot (no/plot.svg) cannot be written: No such file or directory"),
-        (
-            ["run", "run", "--bits", "--tolerance", "1"],
-            "--tolerance (1.0) must be left out with --bits, which allows no difference",
-        ),
-        (["run", "run", "--loss", "lm"], "must call its loss lm, and it has event, step and loss"),
-        (["run", "run", "--x", "token"], "--x (token) must be step, tokens or time; did you mean tokens?"),
-        (["run", "run", "--smooth", "1"], "--smooth (1.0) must be at least 0 and below 1; 0 smooths nothing"),
-        (["run", "run", "--log", "z"], "--log (z) must be x, y or xy, the logarithmic axes"),
-        (["run", "run", "--x", "tokens"], "run must record tokens and finite losses for --x tokens, and it does not"),
-        (["run", "golden.txt", "--x", "time"], "run must record seconds of training and finite losses for --x time"),
-        (["whole", "golden.txt", "--x", "time"], "golden.txt must be a run's folder for --x time, without --loss"),
-        (["run", "run", "--x", "time", "--bits"], "--x time must be left out with --bits and --shift, which count"),
-        (["run", "whole", "./whole/../run"], "must be named once"),
-    ],
-)
-def test_wrong_choices_are_a_sentence(arguments: list[str], problem: str, cli: CommandLine) -> None:
+@pytest.mark.parametrize("words", REFUSED)
+def test_wrong_choices_are_a_sentence(words: str, cli: CommandLine) -> None:
     write_run(Path("whole"), [Start(0, 3)], mesh=DATA_PARALLEL)
     Path("golden.txt").write_text("4\n3\n2\n")
-    assert problem in cli.sentence("compare", *arguments)
+    assert REFUSED[words] in cli.sentence("compare", *words.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -13,8 +14,7 @@ import pytest
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
 from shardwise_watch.report.chart import line_chart
-from shardwise_watch.report.numbers import curve_columns
-from shardwise_watch.report.verdict import verdict
+from shardwise_watch.report.numbers import curve_columns, verdict
 from shardwise_watch.step_metrics import PARTS, CurveColumn, StepCurve
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
@@ -27,6 +27,8 @@ from tests.unit.watch.pages import (
     events_of,
     page_of,
     report,
+    with_evaluations,
+    with_results,
     write_events,
 )
 
@@ -353,27 +355,6 @@ def test_two_long_runs_fit_into_a_mail(tmp_path: Path) -> None:
     assert (runs[0] / "report-with-b.html").stat().st_size < 400_000
 
 
-PROBE = """
-    press(page.querySelector(".chart svg"), "Home");
-    const shown = page.querySelector("output").textContent;
-    const ranks = page.querySelector("[data-ranks]"), cell = ranks.querySelectorAll(".group i")[77];
-    press(ranks, "End");
-    const last = ranks.parentElement.querySelector("output").textContent;
-    cell.dispatchEvent(new PointerEvent("pointerdown", {bubbles: true, pointerType: "touch"}));
-    const touched = ranks.parentElement.querySelector("output").textContent;
-    at.dispatchEvent(new Event("beforeprint"));
-    const isOpen = [...page.querySelectorAll("details")].every((one) => one.open);
-    const map = [...page.querySelectorAll(".chart")].find((one) => one.dataset.chart.includes("is_map"));
-    for (const key of ["Home", "ArrowDown", "ArrowRight", "ArrowRight"]) press(map.querySelector("svg"), key);
-    const load = map.querySelector("output").textContent;
-    const sample = page.querySelector(".sample");
-    const isWhole = sample.scrollHeight <= sample.clientHeight + 1;
-    const table = page.querySelector("table").textContent.includes("exact_match (strict)");
-    const background = getComputedStyle(page.body).backgroundColor;
-    told.push([isWhole && table, width, fits, shown, loaded, background, last, touched, isOpen, load]);
-"""
-
-
 @pytest.mark.slow
 def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     """On a phone and a desktop, in the dark, and by the keyboard; in one browser."""
@@ -381,7 +362,7 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     pages.with_results(pages.with_evaluations(run), sample="word " * 400 + "x" * 400)
     page = tmp_path / "report.html"
     page.write_text(report(run, "--price", "2.50 USD"), encoding="utf-8")
-    is_dark, *frames = pages.browsed(page, PROBE, (390, 900), (1280, 900))
+    is_dark, *frames = pages.browsed(page, Path(__file__).with_name("report_page.js"), (390, 900), (1280, 900))
     assert is_dark
     assert sorted(frame[1] for frame in frames) == [390, 1280]
     for is_whole, width, fits, shown, loaded, background, last, touched, is_open, load in frames:
@@ -395,3 +376,86 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
         assert is_open, "on paper the configuration is hidden"
         assert load == "expert 2: block 1, 4 × the mean"
     assert page.stat().st_size < 400 * 1024
+
+
+def test_scores_of_tasks_are_the_first_table(tmp_path: Path, cli: CommandLine) -> None:
+    run = with_evaluations(write_run(tmp_path / "run", [Start(0, 20)]))
+    found = cli.facts("report", run)["tasks"]
+    acc = {"task": HOSTILE, "metric": "acc", "step": 20, "score": 0.5, "stderr": 0.1, "first_step": 10, "first": 0.25}
+    strict = {"metric": "exact_match (strict)", "score": 0.5, "first": 0.5, "stderr": None}
+    assert found == [acc, acc | strict]
+    page = page_of(run)
+    table = page.text[page.text.index("Scores of tasks") : page.text.index("logarithmic axis")]
+    rows = ("acc0.5000 ± 0.1000200.2500 at step 10", "exact_match (strict)0.5000200.5000 at step 10")
+    assert [row for row in rows if HOSTILE + row not in table] == []
+    assert page.tags.index("table") < page.tags.index("form") < page.tags.index("figure")
+    assert page.tags.count("script") == 1
+    other = write_run(tmp_path / "other", [Start(0, 20)])
+    page_of(other, run).says(f"taskmetricAB{HOSTILE}acc–0.5000 ± 0.1000")
+    assert "Scores" not in page_of(other).text
+
+
+@pytest.mark.parametrize(("price", "paid", "shown"), [(None, 0, ""), ("30 usd/node", 2 * 30, "30 USD/node")])
+def test_all_devices_are_paid(price: str | None, paid: float, shown: str, tmp_path: Path, cli: CommandLine) -> None:
+    """Of 16 ranks on two hosts: 10 s before 20 steps, and after a stop by Ctrl-C 10 s before 10 more steps."""
+    starts = [Start(0, 20, "stopped by Ctrl-C (SIGINT)"), Start(20, 30)]
+    run = write_run(tmp_path / "run", starts, mesh=Mesh(2, 2, 4, 2))
+    hours = 30 / 3600 + 20 / 3600
+    option = [] if price is None else ["--price", price]
+    found = cli.facts("report", run, *option)
+    assert found["device_hours"] == pytest.approx(16 * hours, rel=0.05)
+    page = page_of(run, *option)
+    if price is None:
+        assert found["cost"] is None
+        page.says(f"device-hours{found['device_hours']:.3g}--price adds the cost")
+        return
+    assert found["cost"] == {
+        "amount": pytest.approx(found["device_hours"] / 16 * paid),
+        "currency": price.split()[1][:3].upper(),
+        "price": shown,
+    }
+    amount, currency = found["cost"]["amount"], found["cost"]["currency"]
+    page.says(f"cost, {currency}{amount:.2f}{found['device_hours']:.3g} device-hours at {shown}")
+    assert page_of(run).text.count(f"device-hours at {shown}") == 1, "that of the report which is replaced"
+    (run / "report.html").write_text('<meta name="price" content="2.5">', encoding="utf-8")
+    assert f"give --price: that in {run / 'report.html'} (2.5) must name its currency" in cli.refused("report", run)
+    (run / "report.html").unlink()
+    assert cli.facts("report", run)["cost"] is None
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("log: {", f"log: {{price: {price}, "))
+    assert cli.facts("report", run)["cost"] == found["cost"], "that of the recipe"
+    assert cli.facts("report", run, "--price", "0 CHF")["cost"]["currency"] == "CHF", "--price replaces it"
+
+
+def test_a_chip_of_several_devices_is_paid_as_a_whole(tmp_path: Path, cli: CommandLine) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 20)], mesh=Mesh(1, 6, 1, 2))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("NVIDIA H100 80GB HBM3", "trn2"))
+    found = cli.facts("report", run, "--price", "4 USD/chip")
+    assert found["cost"]["amount"] == pytest.approx(found["device_hours"] / 6 * 2 * 4), "three devices of each host"
+
+
+def test_the_page_names_the_commit_of_its_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for git, told in (
+        ({"commit": "0123456789abcdef", "modified": True}, "; trained from commit 0123456789ab with changes"),
+        (None, ""),
+        ({"commit": [HOSTILE]}, '; trained from commit ["<script>al'),
+    ):
+        environment = json.loads((run / "environment.json").read_text()) | {"git": git}
+        (run / "environment.json").write_text(json.dumps(environment))
+        first = next(line for line in page_of(run).text.splitlines() if line.startswith("shardwise report of"))
+        assert first.endswith(f" UTC{told}")
+
+
+def test_the_text_is_whole_and_has_no_marks(tmp_path: Path, cli: CommandLine) -> None:
+    long = "a < b and c > d; " * 200
+    sample = f"<s>To be</s><s> or <|endoftext|>not {long}<div></div><eos>[PAD][PAD]"
+    run = with_results(write_run(tmp_path / "run"), sample=sample)
+    text = f"To be\n\nor\nnot {long}<div></div>"
+    assert cli.facts("report", run)["sample"].replace("\n\n", "\n") == text.replace("\n\n", "\n")
+    page = report(run)
+    assert "not a &lt; b" in page
+    assert long.strip() in Page(page).text
+    style = re.search(r"\.sample \{([^}]*)\}", page)
+    assert "max-height" not in style[1]

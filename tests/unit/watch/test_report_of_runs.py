@@ -72,37 +72,13 @@ def test_runs_with_other_batches_differ_by_tokens_and_time(tmp_path: Path, cli: 
     assert page.places["places"]["B"][-1] == [20, 40 * 8192, 20.5]
 
 
-CHOICES = """
-    const form = page.querySelector(".controls");
-    const figures = [...page.querySelectorAll("[data-chart]")].filter((one) => one.dataset.chart.includes('"by"'));
-    const [loss, minus] = [page.querySelector("[data-chart]"), figures[0]];
-    const text = (figure) => figure.querySelector("output").textContent;
-    const first = (figure) => {
-      press(figure.querySelector("svg"), "Home");
-      return text(figure);
-    };
-    const shown = (figure) => [...figure.querySelectorAll("svg text")].map((one) => one.textContent);
-    told.push(form.hidden, text(loss), text(minus));
-    for (const [x, smoothing, log] of [["tokens", 0, 0], ["time", 0, 0], ["tokens", 0.5, 1], ["step", 0, 0]]) {
-      form.x.value = x;
-      form.smoothing.value = smoothing;
-      form.logX.checked = form.logY.checked = log;
-      form.dispatchEvent(new Event("input", {bubbles: true}));
-      const lines = [...loss.querySelectorAll(".curve:not(.raw)")].map((one) => one.getAttribute("points"));
-      const points = (line) => line.split(" ").map((point) => point.split(",").map(Number));
-      told.push([first(loss), first(minus), shown(loss), lines.map(points)]);
-    }
-    told.push(...[".dots", ".mark", ".cursor"].map((style) => loss.querySelectorAll(style).length));
-"""
-
-
 @pytest.mark.slow
 def test_a_reader_chooses_axes_and_smoothing(tmp_path: Path, cli: CommandLine) -> None:
     """The script draws by tokens, by time, smoothed, on logarithmic axes, and by steps again."""
     small = by_batch(tmp_path / "small", 1, 40, [Start(0, 20, None), Start(20, 40)])
     runs = [small, by_batch(tmp_path / "large", 2, 20), by_batch(tmp_path / "odd", 3, 10)]
     cli("report", *runs, "--output", tmp_path / "report.html")
-    told = pages.browsed(tmp_path / "report.html", CHOICES, (1280, 900))
+    told = pages.browsed(tmp_path / "report.html", Path(__file__).with_name("report_choices.js"), (1280, 900))
     _, hidden, loss, minus, by_tokens, by_time, smoothed, by_steps, *counts = told
     assert not hidden
     assert loss == f"step 40: A {loss_of(40):.5g}, B –, C –"

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import math
 import os
 import shutil
 import subprocess
@@ -186,9 +187,7 @@ def others(run: Path) -> Path:
 
 @pytest.mark.parametrize("size", [(100, 24)])
 @on_screen
-async def test_a_run_is_chosen_from_the_list(
-    pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]
-) -> None:
+async def test_a_run_is_chosen_in_the_list(pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]) -> None:
     app = pilot.app
     names = [line.split()[:2] for line in (await read(pilot, "r")).splitlines()[4:7]]
     assert names == [["▸", "worse"], ["shown", "gpt3-tiny-1"], []], "the newest first, and none that is unreadable"
@@ -393,3 +392,9 @@ def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with pytest.raises(ConfigError, match=r"TERM \(dumb\) must be a terminal with a screen"):
         top.run(Namespace(run=run, others=[], once=False, interval=2.0))
+
+
+def test_what_no_expert_recorded_is_a_dash() -> None:
+    """A step without tokens for experts has NaN."""
+    event = {"expert_load_max": "nan", "expert_idle": math.nan, "expert_entropy": 0.5}
+    assert drawing.further_rows(event) == [("experts", "largest load –, – idle, entropy 0.500")]

@@ -100,8 +100,7 @@ def open_user_samples(config: Config, request: DataRequest) -> _PreparedSamples:
     tokenizer = tokenizer_of_tokens(request, (), problems)
     if tokenizer is None and request.sample_prompt is not None:
         problems.append(f"log.sample_prompt ({request.sample_prompt!r}) needs data.tokenizer with hooks.data ({path})")
-    if problems:
-        raise DataError(problems)
+    DataError.require_none(problems)
     parts: dict[Part, _CheckedSamples] = {}
     for part in PARTS[:2]:  # there is no test part
         try:

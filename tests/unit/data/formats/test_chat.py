@@ -112,6 +112,8 @@ LINES = {
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}': "and it is list of others: mend",
     '{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}': "'tools' must hold a list of objects",
     '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': "must be without",
+    '{"conversations": [{"from": "function_call", "value": "Ulm"}]}': "conversations.0.value must be the JSON of",
+    '{"conversations": [{"from": "function_call", "value": "[]"}]}': '{"name": "…", "arguments": {…}}, or of a list of',
     '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",
 }
 
@@ -186,9 +188,22 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
 
 
-def test_an_evaluation_set_of_conversations_has_each_answer_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_tools_are_read_from_sharegpt(tmp_path: Path) -> None:
+    """As LLaMA-Factory has them: a call is the JSON text of a message from `function_call`."""
+    call = {"name": "weather", "arguments": {"city": "Ulm"}}
+    for text, count in ((json.dumps(call), 1), (json.dumps([call, call]), 2)):
+        senders = {"human": "Rain?", "function_call": text, "observation": "Rain.", "gpt": "Yes."}
+        row = {"conversations": [{"from": sender, "value": value} for sender, value in senders.items()]}
+        ((_, chat),) = conversations_of_file(Path(written(tmp_path / "a.jsonl", row)), "jsonl", "messages")
+        assert chat.messages == [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": call}] * count},
+            {"role": "tool", "content": "Rain."},
+            {"role": "assistant", "content": "Yes."},
+        ]
+
+
+def test_an_evaluation_set_of_chats_has_each_answer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     path = written(tmp_path / "chat.jsonl", *[{"messages": GOOD}] * 5)
     sets = {"mine": {"path": path, "format": "chat"}}

@@ -40,7 +40,7 @@ FILES = {
         "en/train-1.parquet": parquet([*TEXTS[50:80], ""]),
         "en/validation.parquet": parquet(TEXTS[80:]),
         "de/all.parquet": parquet(TEXTS[:10]),
-    },
+    }
 }
 
 CALL = """

@@ -1,7 +1,11 @@
-"""BERT's HDF5 shards: every row of every shard, in any layout; which files are meant; what is refused, and how."""
+"""BERT's HDF5 shards: every row of every shard, compressed or not; which files are meant; what is refused."""
 
+import resource
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -13,6 +17,7 @@ from shardwise.config import Config
 from shardwise.data.formats.hdf5 import _PreparedShards
 from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
 from shardwise.data.open_data import data_format_of, prepare_data
+from shardwise.data.reading.hdf5_files import KEYS
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.sentence_pairs import ShardBatches
 from tests.unit.data import small_runs
@@ -174,10 +179,138 @@ def test_a_value_that_no_model_reads_is_named_when_it_is_read(
     assert batches.collate(np.arange(5), np.zeros(5, np.int64), np.arange(5)).counts[1] == 5, "the others are read"
 
 
-def test_without_h5py_one_sentence_says_how_to_get_it(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_h5py_a_sentence_names_it(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
     problem = refusal(config(folder), tmp_path)
     assert problem.startswith("HDF5 shards need h5py (")
     assert problem.endswith("): pip install 'shardwise[hdf5]'")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"masked_lm_ids": None}, " must have the array masked_lm_ids, and has input_ids, input_mask, masked_lm_"),
+        ({"next_sentence_labels": np.s_[:5]}, ": next_sentence_labels (5 rows) must have as many as the other "),
+        ({"input_mask": np.s_[:, :12]}, ": input_mask (12 tokens a row) must have as many as the other"),
+        ({"segment_ids": np.s_[0]}, ": segment_ids (int32 of shape [16]) must hold integers of shape [rows, tokens a "),
+        ({"input_ids": "f4"}, ": input_ids (float32 of shape [8, 16]) must hold integers"),
+        (
+            dict.fromkeys(KEYS, np.s_[:0]),
+            ": input_ids (0 rows) must have as many as the other arrays (1), and at least",
+        ),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Arrays that are left out, cut or of another type."""
+    found = arrays(8)
+    for key, change in changes.items():
+        array = found.pop(key)
+        if change is not None:
+            found[key] = array.astype(change) if isinstance(change, str) else array[change]
+    path = write(tmp_path / "a.hdf5", found)
+    assert refusal(config(path), tmp_path / "cache").startswith(path + text)
+
+
+@pytest.mark.parametrize("way", ["link", "raw", "virtual"])
+def test_an_array_that_leads_to_another_file_is_refused(way: str, tmp_path: Path) -> None:
+    found = arrays(8)
+    secret = found.pop("input_ids")
+    outside = write(tmp_path / "outside.hdf5", {**found, "input_ids": secret})
+    path = write(tmp_path / "a.hdf5", found)
+    with h5py.File(path, "r+") as file:
+        if way == "link":
+            file["input_ids"] = h5py.ExternalLink(outside, "input_ids")
+        elif way == "raw":
+            size = secret.size * secret.dtype.itemsize
+            file.create_dataset("input_ids", secret.shape, secret.dtype, external=[(outside, 0, size)])
+        else:
+            layout = h5py.VirtualLayout(secret.shape, secret.dtype)
+            layout[:] = h5py.VirtualSource(outside, "input_ids", secret.shape)
+            file.create_virtual_dataset("input_ids", layout)
+    assert refusal(config(path), tmp_path / "cache") == (
+        f"{path}: input_ids must lie in the file itself, and it refers to another file: write the shard again"
+    )
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """Two shards of 40 and 30 rows, compressed."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number, (first, rows) in enumerate(((0, 40), (40, 30))):
+        write(folder / f"wiki_training_{number}.hdf5", arrays(rows, first), compression="gzip")
+    return folder
+
+
+def batches(folder: Path, cache: Path, told: list[str] | None = None) -> ShardBatches:
+    chosen = config(str(folder), split="1,0")
+    found = make_batches(chosen, prepare_data(chosen, cache, (told if told is not None else []).append), "train")
+    assert isinstance(found, ShardBatches)
+    return found
+
+
+def test_every_row_is_as_it_was_packed(packed: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for number, (first, rows) in enumerate(((0, 40), (40, 30))):
+        write(plain / f"wiki_training_{number}.hdf5", arrays(rows, first))
+    told: list[str] = []
+    unpacked, wanted = batches(packed, tmp_path / "cache", told), batches(plain, tmp_path / "other", told)
+    for consumed in (0, 50, 100):
+        mine, theirs = (each.global_batch(consumed, 20) for each in (unpacked, wanted))
+        for name, array in theirs.inputs.items():
+            assert np.array_equal(mine.inputs[name], array), f"{name} after {consumed} samples"
+    (line,) = told
+    assert line.startswith("unpacking 2 shards, ")
+    assert line.endswith(f": once, then cached in {tmp_path / 'cache'}")
+    batches(packed, tmp_path / "cache", told)
+    assert len(told) == 1, "what is there is unpacked again"
+
+
+def entries(cache: Path) -> Iterator[Path]:
+    return (path for path in (cache / "shards").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "manifest", "source"])
+def test_a_damaged_or_old_copy_is_made_anew(damage: str, packed: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    wanted = batches(packed, cache).global_batch(0, 70).inputs
+    folder = sorted(entries(cache))[0]
+    array = folder / "input_ids.npy"
+    match damage:
+        case "truncated":
+            array.write_bytes(array.read_bytes()[:-7])
+        case "manifest":
+            (folder / "manifest.json").write_text("[]")
+        case "source":
+            changed = arrays(40, 100)
+            write(packed / "wiki_training_0.hdf5", changed, compression="gzip")
+            found = batches(packed, cache).shards.take(np.arange(40))
+            assert np.array_equal(found["input_ids"], changed["input_ids"])
+            return
+    told: list[str] = []
+    again = batches(packed, cache, told).global_batch(0, 70).inputs
+    assert all(np.array_equal(again[name], wanted[name]) for name in wanted)
+    assert [line.split(",")[0] for line in told] == ["unpacking 1 shard"]
+
+
+def test_a_disk_that_fills_up_is_a_sentence(packed: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(DataError, match=r"data cache .* cannot be written: File too large; set SHARDWISE"):
+            batches(packed, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(entries(tmp_path / "cache"))
+
+
+def test_the_room_is_looked_at_before(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(DataError) as caught:
+        batches(packed, tmp_path / "cache")
+    assert caught.value.problems == [
+        f"the data cache {tmp_path / 'cache'} (1000 B free) must have room for 2 shards that 15.4 KiB take "
+        "unpacked: set SHARDWISE_CACHE to a folder with room, or write the shards without compression"
+    ]
+    assert not (tmp_path / "cache" / "shards").exists()

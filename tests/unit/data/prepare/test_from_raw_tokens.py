@@ -44,9 +44,7 @@ def converted(path: Path, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("dtype", "block"), [("uint16", 1), ("uint32", 3), ("uint16", 100)])
-def test_raw_tokens_become_documents_at_the_end_token(
-    dtype: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_raw_tokens_become_documents(dtype: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_raw_tokens, "_BLOCK", block)
     path = write(tmp_path / "train.bin", IDS, np.dtype(dtype).newbyteorder("<").str)
     assert is_raw_tokens(path)

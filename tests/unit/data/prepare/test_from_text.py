@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import fcntl
 import itertools
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.prepare import disk_room, tokenizing
+from shardwise.base.errors import ConfigError, DataError, RunError
+from shardwise.data.prepare import tokenizing
 from shardwise.data.prepare.from_text import _TextConversion
 from shardwise.data.prepare.output import PreparedOutput
+from shardwise.data.prepare.tokenizing import TokenizingWorkers
+from shardwise.data.reading.data_manifest import read_manifest, write_manifest
 from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.os_errors import raises
@@ -44,7 +48,11 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, True), (False, False)])
-def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, prepend_bos: bool) -> None:
+def test_megatron_files_are_those_of_a_writer(
+    folder: Folder, append_eod: bool, prepend_bos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents are cut into several texts each, and some of them lie in two batches."""
+    monkeypatch.setattr(encoding, "_LONGEST", 100)
     folder.run(folder.job("made", append_eod=append_eod, prepend_bos=prepend_bos))
     tokenizer = folder.tokenizer
     begin = [tokenizer.token_id("[CLS]")] * prepend_bos
@@ -126,9 +134,7 @@ def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
 
 
 @pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
-def test_finished_work_is_not_done_again(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, error: OSError | None
-) -> None:
+def test_finished_work_is_not_repeated(folder: Folder, monkeypatch: pytest.MonkeyPatch, error: OSError | None) -> None:
     done = cut_off(folder, monkeypatch, error)
     encoded = []
     rows = Tokenizer.encode_rows
@@ -189,7 +195,7 @@ def test_what_was_not_prepared_here_is_never_removed(folder: Folder, name: str) 
 
 def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
-    monkeypatch.setattr(disk_room, "_LEAST", 0)
+    monkeypatch.setattr("shardwise.data.prepare.output._LEAST", 0)
     json_lines(folder.at / "small.jsonl", folder.documents[:5])
     folder.run(folder.job("small", "small.jsonl"))
     with pytest.raises(DataError, match=r"\(9\.8 KiB free\) must have about .* KiB free: make room"):
@@ -234,3 +240,31 @@ def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pyte
     monkeypatch.setattr(tokenizing, "CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("several"))
     assert folder.index("several") == folder.index("alone")
+
+
+def test_results_come_in_the_order_of_tasks() -> None:
+    with TokenizingWorkers.processes(2, None) as workers:
+        assert list(workers.each(abs, range(-20, 0))) == [(task, -task) for task in range(-20, 0)]
+
+
+def test_a_process_that_ends_is_told_of() -> None:
+    with (
+        TokenizingWorkers.processes(1, None) as workers,
+        pytest.raises(RunError, match="a process that prepares data has ended early"),
+    ):
+        list(workers.each(os._exit, [3]))
+
+
+FACTS = {"format": "megatron", "source": {"name": "text"}, "options": {}, "documents": 1, "sequences": 1, "tokens": 3}
+
+
+def test_what_was_written_is_read_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    assert read_manifest(path) is None
+    write_manifest(path, {**FACTS, "tokenizer": {"name": "own", "sha256": 64 * "0"}})
+    found = read_manifest(path)
+    assert found is not None
+    assert found["tokens"] == 3
+    for other in ("[]", "{}", '{"kind": "shardwise.prepared", "version": 1}', "{", '{"text": "of the user"}'):
+        path.write_text(other)
+        assert read_manifest(path) is None, other

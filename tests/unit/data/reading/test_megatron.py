@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.data.reading import megatron_files as indexed
-from shardwise.data.reading.megatron_files import (
-    IndexedFile,
-    IndexedWriter,
-    is_megatron_file,
-    megatron_dtype,
-)
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter, is_megatron_file, megatron_dtype
 from tests.os_errors import raises
 
 # Three documents: one of two sequences, an empty one, one of one sequence.
@@ -57,9 +52,7 @@ def write(prefix: Path, documents: list[list[list[int]]], vocab_size: int) -> No
 
 
 @pytest.mark.parametrize(("vocab_size", "code", "letter", "width"), [(65499, 8, "H", 2), (65500, 4, "i", 4)])
-def test_written_files_are_those_of_the_definition(
-    vocab_size: int, code: int, letter: str, width: int, tmp_path: Path
-) -> None:
+def test_files_follow_the_definition(vocab_size: int, code: int, letter: str, width: int, tmp_path: Path) -> None:
     tokens = [token % vocab_size for token in TOKENS]
     assert megatron_dtype(vocab_size) == np.dtype({2: "uint16", 4: "int32"}[width])
     write(tmp_path / "data", [[tokens[:2], tokens[2:5]], [], [tokens[5:]]], vocab_size)
@@ -213,9 +206,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("moment", range(5))
-def test_a_writer_that_is_killed_leaves_nothing_that_is_read(
-    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_writer_leaves_whole_data(moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each flush to the disk: what lies there is no data, or all of the new ones; never the old with the new."""
     write(tmp_path / "data", [[[1, 2, 3]]], 100)
     reached = []

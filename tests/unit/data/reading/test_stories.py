@@ -1,10 +1,14 @@
-"""The built-in stories, `data.dataset=stories`."""
+"""The built-in texts: `data.dataset=stories`, and the committed ones."""
 
 import hashlib
 import re
 from itertools import islice
 
+import pytest
+
+from scripts import make_chat_corpus, make_tiny_corpus
 from shardwise.data.reading.stories import STORIES, stories
+from tests.arch.source import ROOT
 
 
 def test_the_text_is_the_same_in_every_installation() -> None:
@@ -21,3 +25,13 @@ def test_stories_are_sentences_of_words() -> None:
         # Each sentence begins with a capital letter, and each quotation ends.
         assert not re.search(r"(^|[.!?] \"?)[a-z]", text), text
         assert text.count('"') % 2 == 0, text
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "most"), [(make_chat_corpus, "chat", 100_000), (make_tiny_corpus, "tiny", 250_000)]
+)
+def test_the_script_writes_the_committed_file(script, name: str, most: int) -> None:
+    target = ROOT / f"src/shardwise/data/corpus/{name}.jsonl"
+    assert target == script.TARGET
+    assert script.corpus() == target.read_text(encoding="utf-8")
+    assert target.stat().st_size < most

@@ -135,7 +135,7 @@ def test_any_part_may_be_asked_for_first(make: Make) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(seed=seeds, rounds=st.integers(1, 20), **sizes)
-def test_an_evaluation_has_each_sample_once(
+def test_each_sample_is_evaluated(
     make: Make, seed: int, rounds: int, dp_size: int, micro_batch: int, accumulation: int
 ) -> None:
     """In their own order; samples that fill up the last micro-batches are blank."""

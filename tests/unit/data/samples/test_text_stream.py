@@ -166,9 +166,7 @@ def test_readers_may_ask_in_any_order(whole: Path, opened: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
-def test_going_on_reads_a_block_and_no_more(
-    kind: str, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_reads_one_block(kind: str, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a state only the block at hand is read again, wherever it lies, and the next one: nothing is replayed."""
     path = write(tmp_path / "data", kind, TEXTS)
     first, consumed = opened(path, buffer=10), 0
@@ -222,9 +220,7 @@ def test_long_documents_end_a_block(whole: Path, tokenizer: Path, opened: Any, m
     assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(TEXTS)
 
 
-def test_a_long_text_is_several_documents(
-    tokenizer: Path, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_is_cut_up(tokenizer: Path, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all of a file, however large, would be in memory at once."""
     monkeypatch.setattr(shards_module, "BLOCK_CHARACTERS", 700)
     monkeypatch.setattr(jsonl_parquet, "BLOCK", 100)

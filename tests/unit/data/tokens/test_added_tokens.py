@@ -84,9 +84,7 @@ def test_fault_12_files_beside_a_tokenizer_add_what_transformers_adds(files: dic
         ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizerFast", "pad_token": "<x>"}}, "llama"),
     ],
 )
-def test_fault_12_a_checkpoint_has_the_ids_that_were_trained_on(
-    files: dict[str, Any], model: str, tmp_path: Path
-) -> None:
+def test_fault_12_a_checkpoint_has_the_ids_of_the_training(files: dict[str, Any], model: str, tmp_path: Path) -> None:
     """Whatever class transformers has for the model."""
     folder, _ = fast_tokenizer(tmp_path / "own", **files)
     tokenizer = open_user_tokenizer(str(folder), 1 << 20)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import AutoTokenizer
@@ -24,31 +25,8 @@ CHAT = [
     {"role": "user", "content": "Tell me a story! 🦊"},
     {"role": "assistant", "content": "Once upon a time, a fox."},
 ]
-# Templates in the manner of Qwen 2 and Llama 3, and one that marks answers.
-QWEN = (
-    "{% for message in messages %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA = """{%- set ns = namespace(day=strftime_now("%Y")|length) -%}
-{{- bos_token if bos_token is defined else "" }}
-{%- for message in messages %}
-    {%- if ns.day != 4 %}{%- break %}{%- endif %}
-    {{- '[' + message['role'] + ']\n\n' + message['content'] | trim + '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '[assistant]\n\n' }}
-{%- endif %}
-"""
-MARKED = """{% for message in messages -%}
-{% if message.role == "assistant" %}
-ANSWER:{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
-
-{% else %}
-{{ message | tojson }}
-{% endif %}
-{% endfor %}
-{% if add_generation_prompt %}ANSWER:{% endif %}"""
+TEMPLATES = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
+QWEN, LLAMA, MARKED, THINKING, TOOLS, ENDLESS, FAULTS = TEMPLATES.values()
 
 
 def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:
@@ -110,7 +88,6 @@ def test_white_space_around_an_answer_belongs_to_it(tmp_path: Path) -> None:
     assert [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()] == ["  I am\n\n <|im_end|>"] * 2
 
 
-# In the manner of Qwen3: the reasoning of answers before the last question is dropped.
 THINKING = (
     "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -148,17 +125,6 @@ def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
     assert ChatTemplate.of(tmp_path).source == "F"
 
 
-# In the manner of Qwen3: tools, calls of them and their results; it reads text and parts.
-TOOLS = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
-    "{% if style is defined %}{{ style ~ '\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.reasoning_content %}{{ '(' + m.reasoning_content + ')' }}{% endif %}"
-    "{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"days": {"minimum": 3}}}}}
 CALL = {"function": {"name": "weather", "arguments": {"city": "Ulm", "days": 3}}}
 CALLING: list[Message] = [
@@ -209,35 +175,14 @@ def test_what_nothing_reads_is_named(tmp_path: Path) -> None:
     assert template.unread(named, ()) == set(), "MARKED writes the whole message"
 
 
-_DOUBLED = "{% set ns = namespace(t='0123456789') %}{% for i in range(18) %}{% set ns.t = OP %}{% endfor %}"
-WORK = {
-    "text": "{% for i in range(3000) %}{{ messages[0].content }}{% endfor %}",
-    "rounds": "{% for i in range(300) %}{% for j in range(300) %}{% endfor %}{% endfor %}",
-    "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(16) }}",
-    "times": "{% set text = messages[0].content * 3000 %}",
-    "power": "{% set number = 2 ** 999999 %}",
-    "plus": _DOUBLED.replace("OP", "ns.t + ns.t"),
-}
-
-
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_writes_and_works_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Under a bound that is reached in a moment."""
-    template = template_of(tmp_path, WORK[name])
+    template = template_of(tmp_path, ENDLESS[name])
     messages = [{"role": "user", "content": "Once upon a time. " * 40}]
     monkeypatch.setattr("shardwise.data.tokens.template_sandbox.MOST_WORK", 1 << 20)
     with pytest.raises(DataError, match=r"refuses the conversation: it must write at most 1,048,576 characters, of"):
         template.render(messages, add_generation_prompt=True)
-
-
-FAULTS = {
-    "{% for %}": "is no jinja2 template (",
-    "{{ raise_exception('roles must alternate') }}": "refuses the conversation: roles must alternate",
-    "{{ messages[9].role }}": "refuses the conversation: list object has no element 9",
-    "{{ ''.__class__.__mro__ }}": "refuses the conversation: access to attribute '__class__'",
-    "{% set ns = namespace() %}{% set ns.__html__ = 1 %}": "must have no name that begins with _",
-    "{{ messages | length }}{{ messages[0].content }}": "and message 3 is rendered otherwise with those after it",
-}
 
 
 @pytest.mark.parametrize("source", FAULTS)

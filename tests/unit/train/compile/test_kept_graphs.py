@@ -1,7 +1,5 @@
 """What a run tells of graphs that its cache lacks or cannot keep (on ranks: tests/dist/test_compiled_training.py)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shardwise.checkpoint.storage.root import Root
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, write_imported_checkpoint
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, write_imported_checkpoint
 from shardwise_use.importing.olmo_core import _schedule, open_olmo_core
 from shardwise_use.importing.torch_dcp import DcpFolder
 from shardwise_use.importing.torchtitan import open_torchtitan
@@ -298,7 +298,6 @@ def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, cli: CommandLine) -> None:
-
     olmo(tmp_path)
     titan("llama", tmp_path / "titan")
     told = cli("checkpoint", "import", tmp_path, tmp_path / "run", "--from", "olmo-core").out

@@ -15,14 +15,10 @@ from tests.hugging_face import CASES, make, save
 from tests.unit.use.importing.checks import assert_equal, assert_same_model, problems, weights, write
 
 
-def source(folder: Path) -> Root:
-    return Root.of(folder)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = save(case, tmp_path / "saved")
-    assert_same_model(open_hugging_face(source(tmp_path / "saved")), model, tmp_path)
+    assert_same_model(open_hugging_face(Root.of(tmp_path / "saved")), model, tmp_path)
 
 
 def test_other_spellings_and_tied_copies(tmp_path: Path) -> None:
@@ -31,11 +27,11 @@ def test_other_spellings_and_tied_copies(tmp_path: Path) -> None:
     held = load_file(file)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": bare["wte.weight"].clone()}, file)
-    found = weights(write(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours"))
+    found = weights(write(open_hugging_face(Root.of(tmp_path / "saved")), tmp_path / "ours"))
     assert_equal(found, held)
     save_file(bare | {"lm_head.weight": bare["wte.weight"] + 1}, file)
     with pytest.raises(ConfigError, match=r"lm_head.weight must equal wte.weight: the model has one weight for both"):
-        open_hugging_face(source(tmp_path / "saved"))
+        open_hugging_face(Root.of(tmp_path / "saved"))
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
@@ -46,7 +42,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     held["transformer.wte.weight"][-1, 0] = -torch.inf
     save_file(held, file)
     with pytest.raises(ConfigError, match=r"SOURCE must have finite weights, and it has values that are .*") as caught:
-        write(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours")
+        write(open_hugging_face(Root.of(tmp_path / "saved")), tmp_path / "ours")
     for tensor in ("transformer.ln_f.bias (3)", "transformer.wte.weight (1)"):
         assert tensor in str(caught.value)
     assert not list((tmp_path / "ours").iterdir()), "nothing is left of it"
@@ -57,7 +53,7 @@ def test_shards_dtype_and_files_beside(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     train_tokenizer(["some text " * 9], 257, "text").save(tmp_path / "saved")
     (tmp_path / "saved/README.md").write_text("not of the model")
-    opened = open_hugging_face(source(tmp_path / "saved"))
+    opened = open_hugging_face(Root.of(tmp_path / "saved"))
     folder = write(opened, tmp_path / "ours", max_shard_bytes=20_000)
     found = weights(folder)
     assert_equal(found, weights(tmp_path / "saved"))
@@ -79,7 +75,7 @@ def test_every_mismatch_is_listed(tmp_path: Path) -> None:
     held["transformer.wpe.weight"] = torch.ones(3, 32)
     held["transformer.ln_f.bias"] = held["transformer.ln_f.bias"].to(torch.int8)
     save_file(held, file)
-    assert problems(open_hugging_face, source(tmp_path / "saved"), FOLDER=tmp_path / "saved") == [
+    assert problems(open_hugging_face, Root.of(tmp_path / "saved"), FOLDER=tmp_path / "saved") == [
         "FOLDER lacks transformer.h.0.ln_1.bias [32]",
         "FOLDER has transformer.extra [2], which the model lacks",
         "FOLDER: shape of transformer.wpe.weight [3, 32] must be [24, 32]",

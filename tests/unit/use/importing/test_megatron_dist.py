@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress
 from shardwise_use.importing.megatron import open_megatron
 from shardwise_use.importing.megatron_dist import _points
 from tests.command_line import CommandLine
@@ -245,7 +245,5 @@ def test_what_a_folder_must_have(
     damage(folder / "iter_0000100")
     (problem,) = problems(open_megatron, folder)
     assert text in problem
-    assert (
-        len(cli.refused("checkpoint", "import", folder, tmp_path / "run", "--from", "megatron").strip().splitlines())
-        == 1
-    )
+    told = cli.refused("checkpoint", "import", folder, tmp_path / "run", "--from", "megatron")
+    assert len(told.strip().splitlines()) == 1

@@ -87,12 +87,6 @@ def problems(source: Path, vocab_size: int | None = VOCABULARY) -> list[str]:
     return checks.problems(open_nemo, source, vocab_size, SOURCE=source)
 
 
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    model = save("gpt", tmp_path / "saved")
-    return write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=2)
-
-
 def test_replicas_that_drifted_are_taken_where_it_is_allowed(tmp_path: Path) -> None:
     """After stochastic rounding norms, biases of row-parallel layers and the two copies of a tied embedding differ."""
     model = save("gpt", tmp_path / "saved")

@@ -1,0 +1,17 @@
+press(page.querySelector(".chart svg"), "Home");
+const shown = page.querySelector("output").textContent;
+const ranks = page.querySelector("[data-ranks]"), cell = ranks.querySelectorAll(".group i")[77];
+press(ranks, "End");
+const last = ranks.parentElement.querySelector("output").textContent;
+cell.dispatchEvent(new PointerEvent("pointerdown", {bubbles: true, pointerType: "touch"}));
+const touched = ranks.parentElement.querySelector("output").textContent;
+at.dispatchEvent(new Event("beforeprint"));
+const isOpen = [...page.querySelectorAll("details")].every((one) => one.open);
+const map = [...page.querySelectorAll(".chart")].find((one) => one.dataset.chart.includes("is_map"));
+for (const key of ["Home", "ArrowDown", "ArrowRight", "ArrowRight"]) press(map.querySelector("svg"), key);
+const load = map.querySelector("output").textContent;
+const sample = page.querySelector(".sample");
+const isWhole = sample.scrollHeight <= sample.clientHeight + 1;
+const table = page.querySelector("table").textContent.includes("exact_match (strict)");
+const background = getComputedStyle(page.body).backgroundColor;
+told.push([isWhole && table, width, fits, shown, loaded, background, last, touched, isOpen, load]);
