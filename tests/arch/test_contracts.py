@@ -7,28 +7,14 @@ import sys
 import tomllib
 from pathlib import Path
 
-from tests.arch.source import ROOT
+from tests.arch.source import CASES, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TORCH_FREE = PROJECT["tool"]["importlinter"]["contracts"][1]["source_modules"]
 """The modules below the torch line; those of a room that is wholly below it end in `.**`."""
 
 CURVE = str(ROOT / "tests/golden/curves/llama2-tiny.json")
-COMMANDS = [
-    ["--help"],
-    ["train", "--help"],
-    ["stop", "--help"],
-    ["recipes"],
-    ["recipes", "quickstart"],
-    ["checkpoint", "inspect", "--help"],
-    ["ls"],
-    ["ls", "--json"],
-    ["doctor", "--help"],
-    ["monitor", "--help"],
-    ["train", "llama2-tiny", "--dry-run"],
-    ["submit", "llama2-tiny", "--nodes", "128", "launch.ranks_per_node=1", "train.global_batch=256", "--dry-run"],
-    ["compare", CURVE, CURVE],
-]
+COMMANDS = [*CASES["commands without torch"], ["compare", CURVE, CURVE]]
 RUN_EACH = """
 import contextlib, io, json, sys
 from shardwise.cli import main

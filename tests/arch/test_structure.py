@@ -20,6 +20,7 @@ from shardwise.config.optimizer_specs import OPTIMIZERS
 from shardwise.launch.stop_requests import SIGNALS
 from shardwise.models.causal import CausalLM
 from tests.arch.source import (
+    CASES,
     ROOT,
     SOURCE,
     attribute_names,
@@ -128,13 +129,7 @@ def used(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, repr(node.value)
 
 
-VERBS = "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|isend|irecv|send|recv"
-HOMES = {
-    r"torch(\.\w+)*\._(?!_)[\w.]*": "distributed/torch_private.py",  # private names of torch
-    rf"(.*\.)?(dist|distributed)\.({VERBS})(_\w+)?\(\)": "distributed/collectives.py",  # meters see what it sends
-    r".*\.cuda|'cuda(:\d+)?'": "distributed/devices.py distributed/torch_private.py base/hardware.py",
-    r".*\.expanduser": "base/files.py",  # user_path: the method raises a RuntimeError where there is no such user
-}
+HOMES = CASES["homes of names"]
 """Names, and the only files of the core that may use them."""
 
 

@@ -23,7 +23,7 @@ from shardwise.train.model_checks import check_replicas
 from shardwise.train.observers import build_observers, run_observers
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import make_config, make_data
+from tests.dist.training import cases, make_config, make_data
 from tests.sweeps import few
 
 NORM = "norm.weight"
@@ -31,12 +31,7 @@ QKV = "layers.0.self_attn.qkv.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
 DEEP = "model.layers.{}.mlp.down_proj.weight"
 """Of a block of a pipeline's stage."""
-CUT: dict[str, dict[str, Any]] = {
-    "dp2-zero0": {"optimizer": {"zero": 0}},
-    "dp2-accumulation4": {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
-    "tp2": {"parallel": {"tensor": 2}},
-    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}},
-}
+CUT = cases("drift")
 
 
 def flip(tensor: torch.Tensor, position: int, bit: int) -> None:

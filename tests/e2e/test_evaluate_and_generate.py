@@ -17,7 +17,7 @@ from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise_use.cli import evaluate, generate
 from tests.arch.source import ROOT
 from tests.e2e import processes
-from tests.e2e.command import ALONE, UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
+from tests.e2e.command import ALONE, CASES, UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.e2e.test_pages import assert_shown, blocks
 from tests.hugging_face import save
@@ -119,20 +119,7 @@ def test_a_hugging_face_folder(foreign: Path) -> None:
     assert "perplexity" not in both
 
 
-NOT_FINITE = "must have finite weights, and it has values that are NaN or infinite in transformer.ln_f.bias"
-
-
-WRONG: dict[str, tuple[str, str]] = {
-    "weights that are NaN": ("evaluate diverged data.path=own.txt", f"diverged) {NOT_FINITE}"),
-    "no such folder": ("evaluate ./nowhere", "CHECKPOINT (./nowhere) must be a folder with weights"),
-    "another key": ("evaluate gpt optimizer.lr=1", "optimizer.lr: evaluate reads data.*"),
-    "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
-    "ranks beside a copy": (
-        "generate gpt --prompt a parallel.tensor=2 --nproc 3",
-        "--nproc (3) must be parallel.tensor (2): ",
-    ),
-    "a long prompt": ("generate gpt --prompt-file own.txt", "must be at most model.max_position_embeddings (24)"),
-}
+WRONG = CASES["wrong use"]
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -16,15 +16,10 @@ from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.summary import _PROCESS_BYTES
 from shardwise_watch.run import RunView
 from shardwise_watch.run_snapshot import run_snapshot
-from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
+from tests.e2e.command import CASES, UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
 
-STEP_FIELDS = [
-    "event", "step", "time", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
-    "tokens_per_second_per_device", "samples_per_second", "mfu", "peak_tokens_per_second", "step_seconds",
-    "peak_memory_bytes", "loss_spike", "split_seconds", "waited_seconds", "communication_bytes", "memory_bytes",
-    "straggler",
-]  # fmt: skip
+STEP_FIELDS = CASES["fields of a step"]
 RECIPES = ["glm4-moe-tiny", "llama2-tiny", "mixtral-tiny", "olmoe-tiny", "qwen3-moe-tiny"]
 
 
