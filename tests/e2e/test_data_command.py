@@ -25,6 +25,7 @@ TRAINING = (
     *("train", "gpt-tiny", "model.num_hidden_layers=2", "train.steps=2", "train.global_batch=4"),
     *("train.sequence_length=32", "log.tensorboard=false", "data.path=a"),
 )
+BAD = CASES["wrong data"]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +109,6 @@ def working_in(at: Path) -> list[str]:
             if (place / "cwd").readlink() == at:
                 found.append(place.name)
     return found
-
-
-BAD = CASES["wrong data"]
 
 
 @pytest.mark.parametrize("line", BAD)

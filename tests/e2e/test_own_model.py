@@ -39,6 +39,7 @@ STEPS, OPTIONAL = (
 PAGE = STEPS + OPTIONAL
 MAX_CHANGED = 60
 RECIPE = "examples/own_model/own.yaml"
+SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
 
 
 def blocks(language: str, page: str = PAGE) -> list[str]:
@@ -288,9 +289,6 @@ def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
     text = "needs layers of shardwise, or shardwise.make_parameter, for head.weight and head.bias"
     assert said.count(text) == said.count("shardwise: ") == 1, said
     assert not [*(tmp_path / "runs").iterdir()], "a first start that is refused must leave no run behind"
-
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
 
 
 def load() -> ModuleType:

@@ -10,20 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.config import load_config
+from shardwise.data.open_data import prepare_data
+from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import cases
 from tests.e2e.command import metrics, shardwise
-from tests.golden.training import Curve, fingerprint, train
 from tests.sweeps import few
 
 CURVES = Path(__file__).parent / "curves"
 RECIPES = cases("golden recipes")
 TOLERANCE = 1e-5
+Curve = dict[str, list[float]]
 LAYOUTS = cases("golden layouts")
 # Every layout of every family: tests/dist/test_cells.py. In one process, the Llama is the one with scaled positions.
 CELLS = [("llama2-tiny", layout) for layout in LAYOUTS if "ep" not in layout]
 CELLS += [(recipe, "one-process") for recipe in RECIPES if recipe != "llama2-tiny"]
+
+
+def train(recipe: str, overrides: list[str], cache: Path, steps: int | None = None) -> Curve:
+    """Loss and gradient norm of the first steps, or of all, on this rank, by the names of metrics.jsonl."""
+    torch.set_num_threads(1)
+    config = load_config(recipe, overrides)
+    mesh = shared_mesh(config.parallel.tensor, expert=config.parallel.expert)
+    trainer = build_trainer(config, mesh, prepare_data(config, cache))
+    records = [trainer.step() for _ in range(steps or config.train.steps)]
+    return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}
+
+
+def fingerprint(recipe: str, cache: Path) -> str:
+    """Of the recipe's data, tokens included."""
+    return prepare_data(load_config(recipe, []), cache).fingerprint
 
 
 @pytest.fixture(scope="module")
