@@ -14,6 +14,7 @@ from shardwise.layers import experts
 from tests.dist.cells import check_sent
 from tests.dist.test_memory import ShardedStep, check_held, measure_sharded
 from tests.dist.training import MODELS, Sections, cases, make_config, sizes
+from tests.sweeps import few
 
 SIZES = sizes(1000, 256, 128, layers=4, heads=4, positions=64)
 CASES = cases("cost of experts")
@@ -60,11 +61,9 @@ def planned(config: Config, layout: Layout, rank: int, imbalance: float = 1.0) -
     return wire_bytes(step_transfers(config, layout, **ranks, imbalance=imbalance))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case is CASES[0] else pytest.mark.slow, id=str(case)) for case in CASES]
-)
-def test_a_step_holds_and_sends_what_cost_has(case: tuple[str, dict[str, Any], dict[str, Any]], ranks: Any) -> None:
-    config = configuration(*case)
+@pytest.mark.parametrize(("family", "optimizer", "sections"), few(CASES, CASES[0]))
+def test_a_step_is_what_cost_has(family: str, optimizer: dict[str, Any], sections: Sections, ranks: Any) -> None:
+    config = configuration(family, optimizer, sections)
     layout = check_layout(config, 4)
     memory = memory_by_rank(config, layout)
     for rank, found in enumerate(ranks(4).run(measured, config)):

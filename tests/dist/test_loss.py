@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
 from tests.dist.dense import check, each, error, mesh, random, run
+from tests.sweeps import few
 
 S, B, H = 8, 3, 12
 DEGREES = (1, 4)
@@ -140,12 +141,7 @@ def chunked(tp: int, sequence: bool, vocabulary: int, smoothing: float, rows: in
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence"),
-    [
-        pytest.param(tp, sequence, marks=() if sequence == (tp > 1) else pytest.mark.slow)
-        for tp in DEGREES
-        for sequence in (False, True)
-    ],
+    ("tp", "sequence"), few(itertools.product(DEGREES, (False, True)), *((tp, tp > 1) for tp in DEGREES))
 )
 def test_linear_cross_entropy_at_every_chunk_size(tp: int, sequence: bool, ranks: Any) -> None:
     here = S // tp if sequence else S

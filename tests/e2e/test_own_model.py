@@ -30,6 +30,7 @@ from tests.dist.test_families import gradients_of
 from tests.e2e.command import ALONE, Outcome, metrics, outcome, shardwise, start
 from tests.e2e.test_pages import assert_shown
 from tests.e2e.test_pages import blocks as page_blocks
+from tests.sweeps import few
 
 EXAMPLE = ROOT / "examples" / "own_model"
 PLAIN, SHARDED = ((EXAMPLE / name).read_text(encoding="utf-8") for name in ("plain.py", "sharded.py"))
@@ -319,19 +320,10 @@ def reference() -> tuple[float, float]:
     return first, loss_of(example.STEPS).item()
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param([], id="alone"),
-        # The batch does not divide by 3.
-        pytest.param(
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"],
-            id="torchrun-3",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_trains_as_plain_adamw(launcher: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", few([1, 3], 1))
+def test_trains_as_plain_adamw(size: int, tmp_path: Path) -> None:
+    """The batch does not divide by 3."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"] if size > 1 else []
     first, wanted = reference()
     assert wanted < 0.9 * first, "the example does not learn, so its loss shows nothing"
     done = outcome(start(at=tmp_path, program=(sys.executable, *launcher, str(SCRIPT))), timeout=120)
