@@ -51,16 +51,8 @@ def make_trainer(config: Config) -> Trainer:
 def make_saver(trainer: Trainer, root: str, **options: Any) -> Saver:
     described = {"layout": {"ranks": trainer.mesh.world.size}, "data": {}, "versions": {}}
     group = trainer.mesh.host_group("checkpoint")
-    return Saver(
-        Root.of(root),
-        trainer.model,
-        trainer.optimizer,
-        trainer.config,
-        trainer.mesh,
-        group,
-        described=described,
-        **options,
-    )
+    parts = (trainer.model, trainer.optimizer, trainer.config, trainer.mesh)
+    return Saver(Root.of(root), *parts, group, described=described, **options)
 
 
 def save(trainer: Trainer, root: str, **options: Any) -> list[SavedCheckpoint]:

@@ -103,11 +103,8 @@ def test_a_wrong_stretch_is_refused(arguments: list[str], complaint: str, place:
 
 
 BITWISE_KEYS = (
-    "train.bitwise=true",
-    "log.state_hash_every=2",
-    "checkpoint.every=2",
-    "log.tensorboard=false",
-    "log.sample_tokens=8",
+    *("train.bitwise=true", "log.state_hash_every=2", "checkpoint.every=2"),
+    *("log.tensorboard=false", "log.sample_tokens=8"),
 )
 
 

@@ -95,7 +95,9 @@ def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str
     command = [sys.executable, str(PROGRAM), *map(str, arguments)]
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -110,8 +112,7 @@ def test_the_questions_are_answered_on_the_strict_device(tmp_path: Path) -> None
         pytest.skip(reason)
     build.library()
     variables = build.variables() | {"STRICT_DELAY": "0"}
-    outcome = run("--tiny", "--deadline", 270, "--out", tmp_path, **variables)
-    assert outcome.returncode == 0, outcome.stderr
+    run("--tiny", "--deadline", 270, "--out", tmp_path, **variables)
     found = lines(tmp_path)
     errors = [line for line in found if "error" in line or "stopped" in line]
     known = (*NOT_ON_A_CPU, *OF_THE_STRICT_DEVICE)
@@ -124,8 +125,7 @@ def test_the_questions_are_answered_on_the_strict_device(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Path) -> None:
-    outcome = run("--tiny", "--deadline", 260, "--out", tmp_path)
-    assert outcome.returncode == 0, outcome.stderr
+    run("--tiny", "--deadline", 260, "--out", tmp_path)
     found = lines(tmp_path)
     errors = [line for line in found if "error" in line or "stopped" in line]
     assert not [line for line in errors if not any(part in line.get("error", "") for part in NOT_ON_A_CPU)]
@@ -137,8 +137,7 @@ def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Pa
     assert beside == ["shardwise, compiled", "transformers, compiled", "shardwise, eager", "transformers, eager"]
     (tests,) = (line for line in found if line["question"] == "correctness" and "passed" in line)
     assert (tests["passed"] + tests["skipped"], tests["failed"]) == (1, 0), "it needs an accelerator"
-    outcome = run("--report", tmp_path, "--results", tmp_path)
-    assert outcome.returncode == 0, outcome.stderr
+    run("--report", tmp_path, "--results", tmp_path)
     report = (tmp_path / "first_gpu.md").read_text(encoding="utf-8")
     assert report.count("\n**") == len(with_figures) == 16
     measured = (tmp_path / "lines.jsonl").read_text()

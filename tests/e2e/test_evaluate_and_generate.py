@@ -156,15 +156,8 @@ def test_a_text_is_continued_as_generate_continues_it(trained: Trained) -> None:
     once = chat(trained, "chat", run, *greedy, lines="The ring\n")
     assert once.code == 0, once.err
     assert f"The ring{once.out}" == expected.out
-    cut = chat(
-        trained,
-        "generate",
-        run,
-        "--interactive",
-        *greedy,
-        "parallel.tensor=2",
-        lines="The ring\n\n/reset\n\nThe ring\n",
-    )
+    twice = "The ring\n\n/reset\n\nThe ring\n"
+    cut = chat(trained, "generate", run, "--interactive", *greedy, "parallel.tensor=2", lines=twice)
     # The second answer continues the first one. After the reset an empty line is refused, and the last text is new.
     assert "there is no text yet" in cut.err
     assert cut.out.startswith(once.out)

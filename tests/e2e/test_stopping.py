@@ -76,10 +76,8 @@ def go_on(folder: Path, step: int, *arguments: str) -> None:
     assert (run / "environment-0001.json").exists()
     before = (run / "metrics.jsonl").read_bytes()
     finished = within(*again, *arguments, at=folder).succeeded()
-    assert re.fullmatch(
-        rf"the run in run is finished: {step + 1:,} of {step + 1:,} steps, results in run/results.json; .*\n",
-        finished.out,
-    )
+    told = rf"the run in run is finished: {step + 1:,} of {step + 1:,} steps, results in run/results.json; .*\n"
+    assert re.fullmatch(told, finished.out)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

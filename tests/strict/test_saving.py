@@ -45,12 +45,9 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
         load(resumed, step_folder(root, BEFORE))
         losses += [resumed.step().loss, resumed.evaluator.held_out()[0]]
         canonical_state(trainer)
-        written = [
-            *generate_tokens(
-                trainer.model, trainer.mesh, [5, 3, 8], 3, TokenSampler(top_p=0.9), parallel=config.parallel
-            )
-        ]
-    return losses, written
+        sampler = TokenSampler(top_p=0.9)
+        written = generate_tokens(trainer.model, trainer.mesh, [5, 3, 8], 3, sampler, parallel=config.parallel)
+        return losses, [*written]
 
 
 @pytest.mark.parametrize(
