@@ -94,8 +94,8 @@ class Supervisor:
                 loop.call_soon_threadsafe(self._ask, signal_name(number))
 
         # The loop's own handlers would end with it by the signals' default, which is to kill this process.
-        for number in _SIGNALS:
-            signal.signal(number, hear)
+        for received in _SIGNALS:
+            signal.signal(received, hear)
         logs = self.run_path / "logs"
         address = "127.0.0.1" if self.nodes == 1 else first_node_address(self.allocation.first)
         self._record_lost_start()

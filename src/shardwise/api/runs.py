@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.api.arguments import config_problems, require_path
-from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
+from shardwise.base.errors import ConfigError, Problems, listing, nearest_name, raise_problems
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_object
 from shardwise.base.registered import optional_library, provided
@@ -247,7 +247,7 @@ def _require_train_arguments(config: object, run_dir: Any, name: object) -> None
             require_path("run_dir", run_dir, "a folder's path; None names a new one")
     if not isinstance(name, str) or not name or Path(name).name != name:
         problems.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
-    ConfigError.require_none(problems)
+    raise_problems(ConfigError, problems)
 
 
 def _with_hooks(

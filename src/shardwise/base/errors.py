@@ -117,11 +117,11 @@ class ConfigError(ShardwiseError, ValueError):
             return self.problems[0]
         return "\n".join(f"- {problem}" for problem in self.problems)
 
-    @classmethod
-    def require_none(cls, problems: Sequence[str]) -> None:
-        """Raise this error with the problems, if there are any."""
-        if problems:
-            raise cls(problems)
+
+def raise_problems(error: type[ConfigError], problems: Sequence[str]) -> None:
+    """Raise an error with problems, if there are any."""
+    if problems:
+        raise error(problems)
 
 
 class Problems(list[str]):

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError, EndedError, Problems
+from shardwise.base.errors import ConfigError, EndedError, Problems, raise_problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import imported, provided
@@ -252,8 +252,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         as_json=arguments.json,
     )
     output.raw(output.text(text) if arguments.json else fit_to_terminal(output.text(text), sys.stdout))
-    if input_problems:
-        raise ConfigError(input_problems)
+    raise_problems(ConfigError, input_problems)
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.base import mesh_axes
-from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
+from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, raise_problems, see
 from shardwise.base.units import counted
 from shardwise.config.sections import TrainConfig
 
@@ -39,7 +39,7 @@ class Layout:
         numbers |= {axis.title: getattr(self, axis.degree) for axis in mesh_axes.CHOSEN_AXES}
         problems = [f"the {name} ({value}) must be at least 1" for name, value in numbers.items() if value < 1]
         # Before the next rule, which divides by the degrees.
-        ConfigError.require_none(problems)
+        raise_problems(ConfigError, problems)
         if self.world % self.ranks_of_one_model:
             near = listing(nearest_multiples(self.world, self.ranks_of_one_model), "or")
             raise ConfigError(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, raise_problems
 from shardwise.config.data import MixedSource
 from shardwise.config.load import config_from_sections
 from shardwise.config.run_config import Config
@@ -42,7 +42,7 @@ def check_changes(keys: Sequence[str]) -> frozenset[str]:
             problems.append(f"--change {key}: there is no such key")
         elif not _is_fixed(key) and key not in KEYS_OF_BITS:
             problems.append(f"--change {key} must be left out: this key may change in any run")
-    ConfigError.require_none(problems)
+    raise_problems(ConfigError, problems)
     return frozenset(keys)
 
 

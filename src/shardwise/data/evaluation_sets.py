@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError, DataError, raise_problems
 from shardwise.config import Config, ModelConfig
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.data.formats import prepared_data
@@ -51,7 +51,7 @@ def prepare_evaluation_sets(
             batches[name] = _open(evaluation_set_config(config, name, data.tokenizer_path), announce)
         except ConfigError as error:
             problems += [evaluation_set_problem(text, name) for text in error.problems]
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     return EvaluationSets(batches, vocabulary_byte_counts(config.model, data.tokenizer_path) if batches else None)
 
 

@@ -13,7 +13,7 @@ from fnmatch import filter as names_like
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, listing, raise_problems
 from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.hub import LICENCES, TOKENIZER_FILES, HubFiles, fetch_or_open, require_hub_id
 from shardwise.base.parsing import json_value
@@ -156,7 +156,7 @@ def find_weight_files(folder: Root) -> tuple[str, ...]:
     index = folder / INDEX
     if not index.exists():
         if files := unconsolidated_files(folder.names()):
-            ConfigError.require_none(absent_parts_problem(folder, files))
+            raise_problems(ConfigError, absent_parts_problem(folder, files))
             return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
         raise ConfigError(

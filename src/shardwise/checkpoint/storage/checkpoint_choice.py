@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.errors import ConfigError, listing, raise_problems, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, summarize_checkpoint, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
@@ -58,7 +58,7 @@ def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: 
             return
         glanced = summarize_checkpoint(candidate.folder, candidate.step)
         if glanced.manifest is not None and glanced.problem is None:
-            ConfigError.require_none(changed_size_stages(glanced.manifest.config, config, candidate.step))
+            raise_problems(ConfigError, changed_size_stages(glanced.manifest.config, config, candidate.step))
             return
 
 
@@ -130,7 +130,7 @@ def _is_imported(newest: StepFolder, new: Mapping[str, Any]) -> bool:
     manifest = summarize_checkpoint(newest.folder, newest.step).manifest
     if manifest is None or manifest.data != IMPORTED:
         return False
-    ConfigError.require_none(resume_problems({**new, "model": manifest.config["model"]}, new))
+    raise_problems(ConfigError, resume_problems({**new, "model": manifest.config["model"]}, new))
     return True
 
 

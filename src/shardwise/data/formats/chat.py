@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.base.errors import ConfigError, DataError, listing
+from shardwise.base.errors import ConfigError, DataError, listing, raise_problems
 from shardwise.base.terminal import progress
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
@@ -262,7 +262,7 @@ def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest) ->
         for part in request.needed_parts
         if not len(chats[part].usable(length))
     ]
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     return _PreparedChat(entry.tokenizer_path, facts["fingerprint"], _summary(facts, source, chats, length), chats)
 
 

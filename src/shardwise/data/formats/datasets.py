@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.base import hub
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, raise_problems
 from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
@@ -57,7 +57,7 @@ def _open_data(request: DataRequest) -> prepared_data.PreparedText:
 
 def open_token_rows(dataset: TokenRowSource, request: DataRequest) -> prepared_data.PreparedText:
     """Opens a data set's rows of tokens from the cache, which is filled first if it has none."""
-    DataError.require_none(prepared_data.document_mark_problems(request.data, of_rows=True))
+    raise_problems(DataError, prepared_data.document_mark_problems(request.data, of_rows=True))
     entry = cache.open_or_build_tokens(
         request.root,
         _key(dataset, request),
@@ -169,7 +169,7 @@ def _prepared(entry: cache.CacheEntry, dataset: TokenRowSource, request: DataReq
         )
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
     problems = problems or prepared_data.too_short_parts(request, entry, dataset.name, request.needed_parts)
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
     nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
     number = counted(entry.manifest["documents"], "row")
@@ -213,7 +213,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     dataset = ColumnSource.open(data)
     if not dataset.holds_tokens:
         return text.inspect_text(data, samples)
-    DataError.require_none(prepared_data.document_mark_problems(data))
+    raise_problems(DataError, prepared_data.document_mark_problems(data))
     return inspect_token_rows(dataset, data, samples, text.files_of_source(dataset)[0], "arrow")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.base.errors import DataError, Problems, listing
+from shardwise.base.errors import DataError, Problems, listing, raise_problems
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.config.data import MASKED_FRACTION
@@ -77,7 +77,7 @@ def _open_data(request: DataRequest) -> _PreparedShards:
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
         problems[_PROBLEMS_SHOWN:] = [left_out]
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(data), problems)
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     rows = HDF5ShardRows(
         hdf5_files.unpack_hdf5_shards(request.root, shards, request.announce), request.vocab_size, token_types
     )
@@ -88,7 +88,7 @@ def _open_data(request: DataRequest) -> _PreparedShards:
                 f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
                 f"data.split={data.split}) must hold at least one: give more shards or another split"
             )
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     # The fingerprint is one of names and of blocks spread over the shards: reading all of them would take minutes.
     blocks = max(2, _CHECKED_BLOCKS // len(shards))
     with content.read_errors("data.path"):

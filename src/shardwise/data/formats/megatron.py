@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.base.errors import DataError, Problems
+from shardwise.base.errors import DataError, Problems, raise_problems
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data.formats import inspections, packing_cache, prepared_data
@@ -108,9 +108,9 @@ def _open_data(request: DataRequest) -> _PreparedDocuments:
         with problems:
             files.append(IndexedFile.open(prefix))
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     parts = _parts(files, request)
-    DataError.require_none(_too_short(parts, request))
+    raise_problems(DataError, _too_short(parts, request))
     packed_parts = tuple(_packed(files, parts, request))
     weights = tuple(weight for weight, _ in request.data.weighted_prefixes)
     # A fingerprint of the bounds too: another split of the same files is other data.
@@ -142,7 +142,7 @@ def _packed(
         for file in files
         if file.num_documents == 1
     ]
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     for number, file in enumerate(files):
         documents = {part: chosen[number] for part, chosen in parts.items()}
         numbers = {part: (chosen.first, chosen.stop) for part, chosen in documents.items()}

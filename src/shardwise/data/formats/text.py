@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.base.errors import DataError, listing
+from shardwise.base.errors import DataError, listing, raise_problems
 from shardwise.base.terminal import progress
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
@@ -265,7 +265,7 @@ def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest) -> 
     problems = prepared_data.padding_problems(special, request) + prepared_data.too_short_parts(
         request, entry, source.name, request.needed_parts
     )
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
     bytes_per_token = facts["bytes"] / max(1, sum(sizes.values()))
     summary = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.base.errors import DataError, Problems
+from shardwise.base.errors import DataError, Problems, raise_problems
 from shardwise.base.files import user_path
 from shardwise.config import DataConfig
 from shardwise.data.cache import spread_digest
@@ -79,7 +79,7 @@ class FlatTokens:
         for path in [path for path in paths if path.stat().st_size] or paths:
             with problems, content.read_errors(path):
                 files.append(raw_tokens.RawTokens.open(path, dtype, size, "data.token_dtype"))
-        DataError.require_none(problems)
+        raise_problems(DataError, problems)
         tokens = FlatTokens(files, vocab_size or np.iinfo(np.int64).max, 0, sum(len(file.tokens) for file in files))
         last = max(0, len(tokens) - _BLOCK_TOKENS)
         for start in np.unique(np.linspace(0, last, _BLOCKS).astype(np.int64)).tolist():

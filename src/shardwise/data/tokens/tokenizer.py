@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.base.errors import ConfigError, DataError, listing, see
+from shardwise.base.errors import ConfigError, DataError, listing, raise_problems, see
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data.rows import Int32Array, IntArray, Integers, PairTokens
 from shardwise.data.tokens import tokenizer_files
@@ -334,7 +334,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
                 f"{see('data#no-marks-of-pairs')}"
             )
         tokenizer.pair_names = names
-    DataError.require_none(problems)
+    raise_problems(DataError, problems)
     return tokenizer
 
 
