@@ -41,13 +41,8 @@ def by_logits(tp: int, vocabulary: int, smoothing: float, ignore_index: int | No
     whole = (random(1, S, B, vocabulary) * 4).to(dtype).requires_grad_()
     target = targets(vocabulary, ignore_index)
     pull = random(2, S, B)
-    wanted = F.cross_entropy(
-        whole.float().flatten(0, 1),
-        target.flatten(),
-        reduction="none",
-        label_smoothing=smoothing,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-    ).view(S, B)
+    rules: Any = {"label_smoothing": smoothing, "ignore_index": -100 if ignore_index is None else ignore_index}
+    wanted = F.cross_entropy(whole.float().flatten(0, 1), target.flatten(), reduction="none", **rules).view(S, B)
     (wanted * pull).sum().backward()
     local, held = columns(whole.detach(), tp, PADDING)
     before, target_before = local.clone(), target.clone()
