@@ -132,7 +132,7 @@ def test_pieces_elsewhere_and_gaps_are_found(copy: Path) -> None:
     with pytest.raises(DamageError, match=f"{copy}: the pieces of exp_avg/wide.weight do not tile it"):
         tensors.read("exp_avg", "wide.weight", Box.whole(shape))
     boxes = table([Box((0, 0), (2, 2)), Box((1, 0), (2, 2))], dims=2)
-    assert tiling_problem((4, 2), boxes) == "overlap: [0:2, 0:2] and [1:3, 0:2]"
+    assert _tiling_problem((4, 2), boxes) == "overlap: [0:2, 0:2] and [1:3, 0:2]"
 
 
 @st.composite
