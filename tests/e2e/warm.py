@@ -45,7 +45,7 @@ _IMPORTED = (
     *(f"shardwise.data.formats.{name}" for name in ("text", "chat", "hdf5", "megatron", "packing_cache", "tokens")),
     "shardwise.data.formats.streamed_text",
     "shardwise_use.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
-    "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
+    "shardwise.train.run", "shardwise.verify.cell_training", "shardwise.cli.run_preparation",
     "shardwise.launch.rank_process", "shardwise.pipeline.schedule", "shardwise.launch.failed_run",
     "shardwise.checkpoint.load_weights", "shardwise.train.evaluator", "shardwise.models.llama", "shardwise.models.bert",
     "shardwise.models.gpt", "shardwise.models.gpt_neox", "shardwise.models.user_model", "shardwise.layers.experts",
