@@ -22,7 +22,7 @@ from shardwise_plan.device_seconds import device_constants
 from shardwise_plan.device_specs import Cluster, Device, device_yaml, load_device, parse_device, sourced_figure
 from shardwise_plan.step_time import step_time
 from tests.command_line import CommandLine
-from tests.e2e.command import ALONE, metrics, shardwise
+from tests.e2e.command import metrics, shardwise
 
 SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false")
 
@@ -64,7 +64,7 @@ def test_a_run_of_other_ranks_is_refused(run: Path, cli: CommandLine) -> None:
 @pytest.mark.slow
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     """For about a minute, by two ranks."""
-    done = shardwise("plan", "--calibrate", "-o", "here.yaml", at=tmp_path, program=ALONE)
+    done = shardwise("plan", "--calibrate", "-o", "here.yaml", at=tmp_path)
     assert done.code == 0, done.err
     assert "link between 2 ranks" in done.out
     device = load_device(str(tmp_path / "here.yaml"))
