@@ -17,10 +17,9 @@ from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
 from shardwise.estimates.memory import RESERVED, expected_memory, neediest_rank, node_memory_of_copies
-from shardwise.estimates.memory_choice import fitted_to_memory
+from shardwise.estimates.memory_choice import fitted_to_memory, too_large_text
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
-from shardwise.train.memory_remedies import too_large_text
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
 

@@ -25,6 +25,12 @@ from shardwise_use.porting.shell_scripts import script_commands
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"  # the option of torchtitan before 0.3 that names the TOML with the settings
 _OPTIONS = ("--run-dir", "--nproc")  # options of `shardwise train` that settings of other programs give
+_UNKNOWN = {
+    "_component_": "torchtune",
+    "_target_": "Megatron Bridge, or of another program of Hydra",
+    "pipe_parallel_size": "GPT-NeoX",
+}
+"""Names of programs that are not read, whose configs have names of others too."""
 
 
 class _Translation(NamedTuple):
@@ -192,8 +198,13 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     candidates = list(_candidates(_text(place), place, wanted))
     scores = [(_marks(settings, _program(settings)), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
+    programs = listing((program.title for program in PROGRAMS.values()), "or")
+    names = {name.rpartition(".")[2] for settings in candidates for name in settings}
+    if other := next((name for name in _UNKNOWN if name in names), None):
+        raise ConfigError(
+            f"--from ({file}) must have arguments or a config of {programs}, and {other} is a name of {_UNKNOWN[other]}"
+        )
     if best == 0:
-        programs = listing((program.title for program in PROGRAMS.values()), "or")
         raise ConfigError(
             f"--from ({file}) must have arguments or a config of {programs}, and none of their names is in it"
         )
