@@ -74,8 +74,7 @@ def check_node_counts(
 ) -> tuple[Layout, list[str]]:
     """Check the numbers of nodes of a job before it is submitted; returns the layout on the most nodes, and notes.
 
-    Raises:
-        ConfigError: the layout fills no number of the nodes, or none up to the fewest.
+    ConfigError: the layout fills no number of the nodes, or none up to the fewest.
     """
     fewest, most = nodes
     refused: dict[int, ConfigError] = {}
@@ -176,9 +175,8 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
     """Refuse a job's layout that needs more memory than the device that `gres` names has, by a ConfigError."""
     device = _device_memory(gres)
     if device is not None:
-        config = fitted_to_memory(
-            config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})"
-        )
+        usable = device * (1 - RESERVED)
+        config = fitted_to_memory(config, layout, usable, accelerator=True, device=f"launch.gres ({gres})")
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
         raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))
@@ -245,8 +243,7 @@ def _cluster_notes() -> list[str]:
 def ssh_command(host: str, arguments: Sequence[str], directory: Path) -> list[str]:
     """Return the command that submits from another machine: the same one there, in the same folder.
 
-    Raises:
-        ConfigError: the host, or the user before its `@`, would be an option of ssh.
+    ConfigError: the host, or the user before its `@`, would be an option of ssh.
     """
     for part in host.split("@"):
         operand("--ssh", part)

@@ -2,7 +2,6 @@
 
 from shardwise.config.data import BUILT_IN_TEXTS, CHAT, CHAT_KEYS, DataConfig, names_chat
 from shardwise.config.decoders import DecoderConfig, LlamaConfig
-from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import check_layout
@@ -52,7 +51,7 @@ from shardwise.config.size_stages import (
 
 __all__ = [
     "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "PLAIN_MODULE", "BertConfig", "CheckpointConfig",
-    "CompileConfig", "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName", "EvaluationConfig",
+    "CompileConfig", "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName",
     "FamilyConfig", "Frequency", "GPTConfig", "GPTNeoXConfig", "Layout", "LlamaConfig", "LogConfig", "Matmul",
     "ModelConfig", "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding",
     "Schedule", "TrainConfig", "UserModelConfig", "apply_overrides", "changed_size_stages", "check_changes",

@@ -112,7 +112,7 @@ def rewrite(folder: Path, changed: dict[tuple[str, str], tuple[PieceEntry, ...]]
     (folder / MANIFEST).write_text(Manifest(**(vars(manifest) | {"tensors": tensors})).to_json())
 
 
-def test_pieces_that_the_header_has_elsewhere_or_that_leave_a_gap_are_found(copy: Path) -> None:
+def test_pieces_elsewhere_and_gaps_are_found(copy: Path) -> None:
     """The bytes are those of the checksums, the pieces tile, and other programs would read other tensors."""
     model = Manifest.read(Root.of(copy)).tensors["model"]
     (wide,), (norm,) = model["wide.weight"].pieces, model["norm.weight"].pieces
@@ -131,6 +131,8 @@ def test_pieces_that_the_header_has_elsewhere_or_that_leave_a_gap_are_found(copy
     shape = tensors.states["exp_avg"]["wide.weight"].shape
     with pytest.raises(DamageError, match=f"{copy}: the pieces of exp_avg/wide.weight do not tile it"):
         tensors.read("exp_avg", "wide.weight", Box.whole(shape))
+    boxes = table([Box((0, 0), (2, 2)), Box((1, 0), (2, 2))], dims=2)
+    assert _tiling_problem((4, 2), boxes) == "overlap: [0:2, 0:2] and [1:3, 0:2]"
 
 
 @st.composite
