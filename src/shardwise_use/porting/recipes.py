@@ -106,9 +106,7 @@ def _rows(
 
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
     # Code, and a variable that the file does not set, cannot be read.
-    readable = {
-        n: value for n, value in asked.items() if not isinstance(value, UnknownPythonValue) and "$" not in str(value)
-    }
+    readable = {n: v for n, v in asked.items() if not isinstance(v, UnknownPythonValue) and "$" not in str(v)}
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
@@ -289,9 +287,8 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
     """Settings with those that several of them, or files beside theirs, say together."""
     settings = with_scheduler_arguments(settings)
-    module = (
-        settings.get("module") or settings.get("model.name") or (place.parent.name if place.suffix == ".py" else "")
-    )
+    folder = place.parent.name if place.suffix == ".py" else ""
+    module = settings.get("module") or settings.get("model.name") or folder
     flavor = settings.get("model_spec.model_registry") or settings.get("model.flavor") or settings.get("config")
     if f"model_spec.{module}" in WORDS and flavor:
         settings[f"model_spec.{module}"] = str(flavor).lower().removeprefix(f"{module}_")
