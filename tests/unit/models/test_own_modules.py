@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from examples.own_model import plain
 from shardwise import batch_first
 from shardwise.base.errors import ConfigError
+from shardwise.config.model import PLAIN_MODULE
 from shardwise.distributed.mesh import Group
-from shardwise.models.batch_first import PLAIN_MODULE
 from tests.dist.test_own_training import trainer
 from tests.rows import rows_of
 from tests.unit.layers.makers import pretend_group
