@@ -77,7 +77,10 @@ class CausalLM(FamilyModel[_Config]):
         is_cut = self._cuts_samples
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
-            runs = self._own_runs(len(ids_SB))
+            from shardwise.layers.context import runs_of_places
+
+            group = self.context_group
+            runs = runs_of_places(len(ids_SB), group.rank, group.size, group.parts)
             length = self.context_group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if dropout is not None:
@@ -104,13 +107,7 @@ class CausalLM(FamilyModel[_Config]):
             return x
         return self._joined_norm(x) if context.parts else self.norm(x)
 
-    def _own_runs(self, length: int) -> tuple[range, ...]:
-        from shardwise.layers.context import runs_of_places
-
-        return runs_of_places(length, self.context_group.rank, self.context_group.size, self.context_group.parts)
-
     def _joined_norm(self, x: Tensor) -> Tensor:
-        """Return the final norm, whose sums are made part by part."""
         from shardwise.layers.bitwise.replicated import SequenceParts
 
         return SequenceParts(self.norm, self.context_group).joined(self.norm, x)
@@ -127,7 +124,6 @@ class CausalLM(FamilyModel[_Config]):
 
     @property
     def _cuts_samples(self) -> bool:
-        """True if this rank, or each part of its tokens, has a part of each sample."""
         return self.shares_samples and (self.context_group.grain or self.context_group.size) > 1
 
     @cached_property

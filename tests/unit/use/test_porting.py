@@ -133,6 +133,20 @@ BAD: dict[str, tuple[str, str]] = {
         "settings of Hugging Face's Trainer and Neuron's scripts: keep",
     ),
     "odd.sh": (f"{MEGATRON} --lr [1,\n", "the value '[1,' is not valid YAML: "),
+    "torchtune.yaml": (
+        "output_dir: o\nmodel: {_component_: torchtune.models.llama3_1.llama3_1_8b}\nbatch_size: 2\n"
+        "optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}\nepochs: 1\ngradient_accumulation_steps: 8\n",
+        "nanoGPT, axolotl or litgpt, and _component_ is a name of torchtune",
+    ),
+    "bridge.yaml": (
+        "_target_: megatron.bridge.training.config.ConfigContainer\noptimizer: {lr: 0.0003, weight_decay: 0.1}\n"
+        "train: {global_batch_size: 512, micro_batch_size: 1, train_iters: 1000}\n",
+        "or litgpt, and _target_ is a name of Megatron Bridge, or of another program of Hydra",
+    ),
+    "neox.yml": (
+        '{"pipe-parallel-size": 1, "num_layers": 12, "train_iters": 9, "optimizer": {"type": "Adam"}}\n',
+        "or litgpt, and pipe_parallel_size is a name of GPT-NeoX",
+    ),
     "bad.json": ('{"a":', "cannot be read: Expecting value: line 1 column 6"),
     "bad.yaml": ("a: [", "is not valid YAML: "),
     "bad.py": ("def f(:", "is no Python program: invalid syntax"),
@@ -272,6 +286,19 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
         train = made["train"]
         found = (made["optimizer"]["lr"], made["precision"]["mode"], train.get("recompute"), train["sequence_length"])
         assert found == values
+
+
+@pytest.mark.parametrize(
+    ("lines", "recompute"), [("packing: true", "full"), ("disable_gradient_checkpointing: true", None)]
+)
+def test_a_config_of_llama_factory_has_its_defaults(lines: str, recompute: str | None, others: Path) -> None:
+    """LLaMA-Factory 0.9.5 computes activations anew and cuts at 2,048 tokens, beside the Trainer's defaults."""
+    file = others / "pt.yaml"
+    text = f"stage: pt\nfinetuning_type: full\nper_device_train_batch_size: 2\nmax_steps: 9\n{lines}\n"
+    file.write_text(text, encoding="utf-8")
+    made = recipe_of(str(file), [f"model.config={others / 'model'}", "model.max_position_embeddings=2048"]).sections
+    found = (made["train"].get("recompute"), made["train"]["sequence_length"], made["optimizer"]["lr"])
+    assert found == (recompute, 2048, 5e-5)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_length", 64), ("max_length", None), ("max_seq_length", 64)])

@@ -11,7 +11,8 @@ from tokenizers import models, normalizers, trainers
 
 from shardwise.base.errors import DataError
 from shardwise.data.open_data import prepare_data
-from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, export_user_tokenizer, open_user_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer
+from shardwise.data.tokens.tokenizer_files import END_OF_DOCUMENT
 from tests.unit.data.small_runs import config
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, exported, gpt2_files, piece_model
 

@@ -15,7 +15,6 @@ from shardwise.config import load_config
 from shardwise.data.formats.prepared_data import document_ends
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
-    END_OF_DOCUMENT,
     Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
@@ -23,6 +22,7 @@ from shardwise.data.tokens.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
+from shardwise.data.tokens.tokenizer_files import END_OF_DOCUMENT
 
 TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]
 STRANGE = "tabs\tand  spaces\r\n\n\n日本語 🦊 \x00 naïve café — “quotes” 12345\n"

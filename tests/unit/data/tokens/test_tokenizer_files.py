@@ -12,7 +12,6 @@ import pytest
 
 from shardwise.base.errors import DataError
 from shardwise.data.tokens.tokenizer import (
-    END_OF_DOCUMENT,
     Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
@@ -20,6 +19,7 @@ from shardwise.data.tokens.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
+from shardwise.data.tokens.tokenizer_files import END_OF_DOCUMENT
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
 TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]
