@@ -77,10 +77,7 @@ class CausalLM(FamilyModel[_Config]):
         is_cut = self._cuts_samples
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
-            from shardwise.layers.context import runs_of_places
-
-            group = self.context_group
-            runs = runs_of_places(len(ids_SB), group.rank, group.size, group.parts)
+            runs = self._own_runs(len(ids_SB))
             length = self.context_group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if dropout is not None:
@@ -106,6 +103,11 @@ class CausalLM(FamilyModel[_Config]):
         if not self.part.is_last:
             return x
         return self._joined_norm(x) if context.parts else self.norm(x)
+
+    def _own_runs(self, length: int) -> tuple[range, ...]:
+        from shardwise.layers.context import runs_of_places
+
+        return runs_of_places(length, self.context_group.rank, self.context_group.size, self.context_group.parts)
 
     def _joined_norm(self, x: Tensor) -> Tensor:
         from shardwise.layers.bitwise.replicated import SequenceParts
