@@ -110,10 +110,6 @@ def test_memory_of_allocators_hosts_and_other_ranks(accelerator: torch.device, m
     assert f"{line}; PYTORCH_ALLOC_CONF with expandable_segments:True lets tensors use what is reserved" in said()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert f"{line}\n" in said()
-    chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
-    with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
-        require_device(chosen, Layout(2, tensor=2, sequence_parallel=True), 0, accelerator)
-    assert require_device(chosen, Layout(1), 0, torch.device("cpu")) is None
     offloaded = config(optimizer={"lr": 1e-3, "offload": True})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)
@@ -122,6 +118,12 @@ def test_memory_of_allocators_hosts_and_other_ranks(accelerator: torch.device, m
     with pytest.raises(ConfigError, match=r"^the optimizer state of the 2 ranks on this machine \(.*\), which"):
         require_device(offloaded, Layout(2), 0, accelerator)
     assert require_device(config(), Layout(2), 0, accelerator) is None
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)
+    chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
+    with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
+        require_device(chosen, Layout(2, tensor=2, sequence_parallel=True), 0, accelerator)
+    assert require_device(chosen, Layout(1), 0, torch.device("cpu")) is None
 
 
 def said_before_the_start(chosen: Config, layout: Layout, rank: int, device: torch.device) -> str:
