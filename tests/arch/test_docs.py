@@ -327,10 +327,10 @@ def test_the_image_gets_each_file_that_it_copies_and_has_the_arguments_of_the_pa
 
 
 FOLDER = ROOT / "docs/troubleshooting"
-ENTRIES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+TROUBLESHOOTING = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 ENTRIES = {
     f"{page}#{name}": body
-    for page, text in ENTRIES.items()
+    for page, text in TROUBLESHOOTING.items()
     for name, body in re.findall(r"^### (\S+)\n\n(.*?)(?=^##|\Z|^Next:)", text, re.MULTILINE | re.DOTALL)
 }
 
@@ -367,7 +367,9 @@ def sites() -> dict[str, list[str]]:
 
 def test_each_message_that_has_an_entry_names_it_and_each_address_leads_to_one() -> None:
     assert len(ENTRIES) >= 60
-    assert len(ENTRIES) == sum(text.count("\n### ") for text in ENTRIES.values()), "two entries have one address"
+    assert len(ENTRIES) == sum(text.count("\n### ") for text in TROUBLESHOOTING.values()), (
+        "two entries have one address"
+    )
     names = {entry.partition("#")[2] for entry in ENTRIES}
     assert len(names) == len(ENTRIES), "two entries have one name"
     assert set(ASSERTED_BY) == names
@@ -389,7 +391,7 @@ def test_the_command_line_explains_each_entry(capsys: pytest.CaptureFixture[str]
 def test_its_events_exist() -> None:
     written = re.findall(r'(?:_event\(\s*|\{"event": )"(\w+)"', (ROOT / "src/shardwise/train/reporter.py").read_text())
     assert set(written) == set(EVENTS)
-    pages = [*ENTRIES.values(), (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")]
+    pages = [*TROUBLESHOOTING.values(), (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")]
     named = [event for text in pages for event in re.findall(r"\bevents? `([^`]+)`", text)]
     assert named
     assert set(named) <= set(EVENTS)

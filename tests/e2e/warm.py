@@ -154,6 +154,7 @@ def _serve(place: str) -> None:
     # Libraries tell each other; what shardwise calls is told as its own.
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("error", category=DeprecationWarning, module="shardwise")
+    warnings.filterwarnings("ignore", ".* found in sys.modules after import of package")  # this server has them all
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
     signal.signal(signal.SIGCHLD, _wait_for_those_who_answer)
     with socket.socket(socket.AF_UNIX) as listener:
