@@ -12,10 +12,9 @@ from first_gpu.timing import host_ms, tflops, timed
 from first_gpu.training import Setting
 from shardwise.config import Config
 from shardwise.data.formats.prepared_data import make_batches
-from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.linear import weights_of
-from shardwise.layers.matmul import let_products_add
+from shardwise.layers.matmul import adds_products, let_products_add
 from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model
 from shardwise.train.compile.compiled_units import Compilation
@@ -71,7 +70,7 @@ def _make(session: Session, config: Config, mesh: Mesh) -> Callable[[], None]:
             part=part,
             compiler=compiler,
         )
-    if devices.adds_products(session.device):
+    if adds_products(session.device):
         let_products_add(weights_of(model))
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32

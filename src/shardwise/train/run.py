@@ -71,9 +71,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     join(timeout=config.launch.timeout)
     mesh = Mesh(**config.parallel.degrees, grains=config.grains)
     # Before any rank reads or writes: ranks of several machines may differ in files and software.
-    if config.train.rule is not None:
-        # Of a run that is resumed, its folder has the number, which other machines may not see.
-        config = config.with_batch(collectives.broadcast_object(config.train.global_batch, mesh.world))
+    config = _with_one_batch(config, mesh)
     require_same_on_ranks(config.model_dump(mode="json"), mesh, run_path)
     layout = check_layout(config, mesh.world.size)
     # Each stage with sizes of its own begins as a run that is resumed.
@@ -235,6 +233,13 @@ def _following(config: Config, progress: Progress) -> Config | None:
 
 def _phase(progress: Progress) -> str:
     return f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
+
+
+def _with_one_batch(config: Config, mesh: Mesh) -> Config:
+    # A run that is resumed keeps the number in its folder, which other machines may not see.
+    if config.train.rule is None:
+        return config
+    return config.with_batch(collectives.broadcast_object(config.train.global_batch, mesh.world))
 
 
 @contextmanager
