@@ -33,19 +33,16 @@ def test_version(cli: CommandLine) -> None:
     assert cli("--version").out == f"shardwise {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_a_mistake_is_told_once_and_exits_2(cli: CommandLine) -> None:
+    for arguments, text in (
         (["plan", "quickstart", "--device=--"], "argument --device: expected one argument"),
         (["ls", 300 * "x"], f"the path {300 * 'x'} cannot be used: File name too long"),
         (["data", "inspect", "~no-such-user/x"], "(~no-such-user/x) does not exist"),
-    ],
-)
-def test_a_mistake_is_told_once_and_exits_2(arguments: list[str], text: str, cli: CommandLine) -> None:
-    captured = cli(*arguments, code=2)
-    assert captured.out == ""
-    assert captured.err.startswith("shardwise: ")
-    assert captured.err.count(text) == 1
+    ):
+        captured = cli(*arguments, code=2)
+        assert captured.out == ""
+        assert captured.err.startswith("shardwise: ")
+        assert captured.err.count(text) == 1
 
 
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
@@ -139,14 +136,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prose_is_fitted_to_a_terminal_and_commands_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "word " * 40
     assert fit_to_terminal(text, io.StringIO()) == text
     monkeypatch.setenv("COLUMNS", "80")
     assert all(len(line) <= 80 for line in fit_to_terminal(text, Terminal()).splitlines())
-
-
-def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --nproc 2"
     assert fit_to_terminal(f"resume: {command}", Terminal()) == f"resume: {command}"

@@ -28,15 +28,12 @@ def test_a_recipe_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Path("mine.yaml").read_text() == "edited"
 
 
-def test_an_entry_is_message_cause_and_fix(cli: CommandLine) -> None:
+def test_an_entry_is_found_by_its_name_or_message(cli: CommandLine) -> None:
     said = cli("explain", "killed-rank").out
     message = "rank … was killed (SIGKILL; usually out of memory)"
     assert said.startswith(f"Message: {message}\n\nCause: The process was killed from outside")
     assert "\n\nFix: Look at the system's log (`dmesg`)" in said
     assert cli("explain", "training#killed-rank").out == said
-
-
-def test_a_message_that_was_pasted_is_found(cli: CommandLine) -> None:
     message = "shardwise: the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"
     assert cli("explain", message).out.startswith("Message: the number of ranks (…) must be a multiple of\n")
 

@@ -199,7 +199,7 @@ def test_processes_at_once_make_one_download_of_a_removed_file(server: Server, t
     assert target.read_bytes() == CONTENT
 
 
-def test_a_checksum_is_of_one_file(tmp_path: Path, cli: CommandLine) -> None:
+def test_inputs_of_one_file(tmp_path: Path, cli: CommandLine) -> None:
     Root.of("memory://two/a.txt").write(b"a")
     Root.of("memory://two/b.txt").write(b"b")
     for given, text in (
@@ -208,9 +208,6 @@ def test_a_checksum_is_of_one_file(tmp_path: Path, cli: CommandLine) -> None:
     ):
         assert text in cli.refused("data", "fetch", "memory://two/", tmp_path / "there", "--sha256", given)
     assert not (tmp_path / "there").exists()
-
-
-def test_raw_tokens_are_one_file(tmp_path: Path, cli: CommandLine) -> None:
     given = ["--format", "megatron", "--token-dtype", "uint16", "--eod-token", "0"]
     said = cli.refused("data", "prepare", tmp_path, tmp_path / "made", *given)
     assert f"INPUT ({tmp_path}) must be a file of raw tokens" in said

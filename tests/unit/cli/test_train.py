@@ -95,15 +95,12 @@ def test_a_dry_run_refuses_a_folder_that_a_run_could_not_make(tmp_path: Path, cl
     assert not (tmp_path / "new").exists()
 
 
-def test_a_dry_run_tells_of_products_in_fp8_and_of_devices_without_them(cli: CommandLine) -> None:
+def test_a_dry_run_tells_what_devices_lack(cli: CommandLine, tmp_path: Path) -> None:
     keys = ("precision.matmul=fp8", "precision.mode=null")
     shown = "parameters bfloat16, products of blocks fp8, gradients float32, reduction float32, optimizer float32"
     assert shown in " ".join(dry(cli, *keys).out.replace("#", "").split())
     refused = "precision.matmul (fp8) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tflops"
     assert refused in dry(cli, *keys, "--device", "a100:1", code=2).err
-
-
-def test_a_dry_run_for_trainium_warns_of_a_pipeline(cli: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text("base: trn2\n", encoding="utf-8")
     for device in ("trn1", "trn3", f"{tmp_path}/ours.yaml", "h100"):
         said = dry(cli, "parallel.pipeline=2", "--device", f"{device}:2").out

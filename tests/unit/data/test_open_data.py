@@ -111,9 +111,8 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     assert "warning" not in [name for name, _ in look(mixture={"a": {"weight": 1, **data}}).rows]
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
+def test_a_held_out_part_has_a_row(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for data, text in (
         ({"path": "texts"}, "5% of the data; the run evaluates nothing"),
         (
             {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
@@ -125,15 +124,13 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
             {"mixture": {"a": {"weight": 1, "path": "texts"}}},
             "a share of each source, as its split says; the run evaluates nothing",
         ),
-    ],
-)
-def test_a_held_out_part_has_a_row(data: dict[str, Any], text: str, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "find_on_hub", lambda wanted: "hub")
-    (row,) = [row for name, row in look(**data).rows if name == "held out"]
-    assert row.startswith(text)
-    evaluating = config(eval_every=1, steps=2, **data)
-    reads = "an evaluation of the run reads its first 16 sequences at most" in evaluating.held_out_text
-    assert reads is not text.startswith("nothing")
+    ):
+        monkeypatch.setattr(hub, "find_on_hub", lambda wanted: "hub")
+        (row,) = [row for name, row in look(**data).rows if name == "held out"]
+        assert row.startswith(text)
+        evaluating = config(eval_every=1, steps=2, **data)
+        reads = "an evaluation of the run reads its first 16 sequences at most" in evaluating.held_out_text
+        assert reads is not text.startswith("nothing")
 
 
 @pytest.mark.parametrize("found", ["hub", "unknown", ConfigError("no such repository")])

@@ -35,14 +35,11 @@ def shown(job: str, run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_the_failure_of_a_job_is_shown_as_its_log_has_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_job_of_a_run_has_its_own_failures_and_loads(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown("4711", run, capsys)
     assert f"start 1       steps 1 to 25 in 35 s on 2 nodes, failed: {KILLED}\n" in out
     block = [f"FAILED at step 25: {KILLED}.", "5 steps since checkpoint 20 are lost", "resume: sbatch run/job.sh"]
     assert out.splitlines()[-3:] == block
-
-
-def test_a_later_job_of_the_run_has_own_failures_and_loads(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with JsonLines(run / "restarts.jsonl") as file:
         file.write(ending("failed", FIRST + 36, 9.0, 25, "another one", job="4712"))
     FailureRecord(stamp(FIRST + 46), "another one", step=25).write(RunDirectory(run))
@@ -89,7 +86,4 @@ def test_the_parts_of_a_job_are_its_whole_time() -> None:
     seconds = {"lost steps": "10 s: 10 steps", "detection": "5 s ", "restart": "8 s ", "load": "3.0 s "}
     for part, text in {**seconds, "first step": "14 s "}.items():
         assert told[f"  {part}"].startswith(text)
-
-
-def test_a_job_without_a_start_has_none() -> None:
     assert job_goodput([]) == []

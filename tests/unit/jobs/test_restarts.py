@@ -1,8 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from shardwise_jobs.restarts import AttemptEnding, _history_file, decide, history, record
 
 CRASH = AttemptEnding(
@@ -16,7 +14,7 @@ def crash(step: int, checkpoint: int = 0, text: str = CRASH.text, rank: int = 3)
     return replace(CRASH, step=step, checkpoint=checkpoint, text=text, rank=rank)
 
 
-def test_a_crash_is_counted_until_a_newer_checkpoint() -> None:
+def test_a_crash_is_counted_until_a_newer_state() -> None:
     assert decide([crash(5)], 2).why == "restart 1 of 2 (launch.max_restarts)"
     assert decide([crash(5), crash(6)], 2).starts_again
     refused = decide([crash(5), crash(6), crash(7)], 2)
@@ -24,9 +22,6 @@ def test_a_crash_is_counted_until_a_newer_checkpoint() -> None:
     assert refused.why.endswith("3 restarts without a checkpoint exceed launch.max_restarts (2)")
     assert decide([crash(5), crash(6), crash(17, checkpoint=10)], 2).why.startswith("restart 1 of 2")
     assert not decide([crash(5)], 0).starts_again
-
-
-def test_a_state_kept_in_memory_clears_the_count_as_well() -> None:
     continued = [replace(crash(step), first_step=step - 2) for step in (5, 7, 9)]
     assert decide(continued, 1).why == "restart 1 of 1 (launch.max_restarts)"
     starts_again = decide([replace(ending, first_step=3) for ending in continued], 1)
@@ -41,17 +36,14 @@ def test_what_slurm_ends_is_not_counted() -> None:
         assert not decide([replace(CRASH, how=how)] * 2, 1).starts_again, f"{how} is counted: it may come for ever"
 
 
-@pytest.mark.parametrize(
-    ("ending", "why"),
-    [
+def test_what_another_start_would_meet_again_is_not_started() -> None:
+    for ending, why in (
         (replace(CRASH, exit_code=2, text="data.path (x) must be there"), "its input must be corrected first"),
         (crash(5, text="step 6: the loss (nan) and the gradient norm (1) must be finite"), "the same loss"),
-    ],
-)
-def test_what_another_start_would_meet_again_is_not_started(ending: AttemptEnding, why: str) -> None:
-    decision = decide([ending], 100)
-    assert not decision.starts_again
-    assert why in decision.why
+    ):
+        decision = decide([ending], 100)
+        assert not decision.starts_again
+        assert why in decision.why
 
 
 def test_the_same_failure_twice_at_the_same_step_ends_the_job() -> None:

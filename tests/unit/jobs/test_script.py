@@ -115,14 +115,11 @@ def test_fault_18_a_supervisor_hears_what_came_while_it_or_the_one_before_it_sta
     assert (tmp_path / "starts").read_text() == starts
 
 
-def test_a_job_without_whole_machines_asks_for_a_processor_a_rank() -> None:
+def test_scripts_ask_for_whole_machines_or_processors() -> None:
     text = job_script(plan("launch.exclusive=false", nodes=(1, 1)))
     assert "#SBATCH --ntasks-per-node=1 --cpus-per-task=8\n" in text
     assert "--exclusive" not in text
     assert "#SBATCH --nodes=1\n" in text
-
-
-def test_the_graphs_are_compiled_for_the_fewest_ranks_on_one_machine() -> None:
     text = compile_script(plan("compile.enabled=true"))
     assert "#SBATCH --nodes=1\n" in text
     assert text.endswith("-P -m shardwise compile llama2-7b compile.enabled=true --nproc 16\n")

@@ -9,9 +9,8 @@ from shardwise_jobs import slurm_commands
 from shardwise_jobs.slurm_commands import _own_words, allocation, devices_of
 
 
-@pytest.mark.parametrize(
-    ("resources", "devices"),
-    [
+def test_devices_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for resources, devices in (
         ("gpu:8", 8),
         ("gpu:h100:8", 8),
         ("gpu", 1),
@@ -22,19 +21,14 @@ from shardwise_jobs.slurm_commands import _own_words, allocation, devices_of
         ("neuron:trn1:16", 32),
         ("(null)", 0),
         ("nic:2", 0),
-    ],
-)
-def test_devices_of_a_machine(resources: str, devices: int) -> None:
-    assert devices_of(resources) == devices
-
-
-def test_cores_that_are_not_joined_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    ):
+        assert devices_of(resources) == devices
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     assert devices_of("neuron:trn2:16") == 128
     assert devices_of("neuron:trn1:16") == 32
 
 
-def test_an_error_is_told_in_slurms_words_in_one_line() -> None:
+def test_words_and_jobs_of_slurm_are_read() -> None:
     said = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid qos\n"
     assert _own_words(said) == "invalid partition specified: none; Batch job submission failed: Invalid qos"
     assert _own_words("") == "it gives no reason"
@@ -43,14 +37,19 @@ def test_an_error_is_told_in_slurms_words_in_one_line() -> None:
         _own_words(f"squeue: error: fetch_config: DNS SRV lookup failed\n{fatal}")
         == "Could not establish a configuration source"
     )
-
-
-def test_jobs_are_read_with_commas_and_bars_in_their_comments() -> None:
     line = "7|PENDING|Resources|2||0:00|1-00:00:00|gpu|N/A|2026-11-23T16:00:00|shardwise:/runs/a|b, c"
     job = slurm_commands._job(line)
     assert (job.id, job.state, job.reason, job.nodes, job.starts) == ("7", "PENDING", "Resources", 2, "")
     assert job.run == "/runs/a|b, c"
     assert slurm_commands._job(line.replace("shardwise:", "my ")).run is None
+    for limit, seconds in (
+        ("01:30:00", 5400),
+        ("90:00", 5400),
+        ("2-00:00:00", 172_800),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+    ):
+        assert slurm_commands.seconds(limit) == seconds
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence[str]]:
@@ -77,26 +76,15 @@ def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch
     assert slurm_commands.requeue("7") == "Job is pending"
 
 
-def test_a_failure_is_told_in_slurms_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_told_in_slurms_words_and_silence_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, *["slurm: error: Unable to contact slurm controller"] * 2)
     with pytest.raises(RunError, match=r"cannot reach SLURM \(squeue: Unable to contact slurm controller\)"):
         slurm_commands.jobs()
     with pytest.raises(RunError, match="SLURM cannot cancel the job 7: Unable to contact slurm controller"):
         slurm_commands.cancel("7")
-
-
-def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, None, None)
     assert not slurm_commands.binds_nothing()
     assert slurm_commands._end_of_time_limit("7") is None
-
-
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [("01:30:00", 5400), ("90:00", 5400), ("2-00:00:00", 172_800), ("1-12", 129_600), ("1-12:30", 131_400)],
-)
-def test_limits_of_time(limit: str, seconds: int) -> None:
-    assert slurm_commands.seconds(limit) == seconds
 
 
 def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,20 +48,14 @@ def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> 
         ranks_per_node(None, 2, 3, None)
 
 
-@pytest.mark.parametrize(
-    ("given", "gres", "says"),
-    [
+def test_devices_that_cannot_be_counted_divided_or_are_too_few_are_refused() -> None:
+    for given, gres, says in (
         (None, "neuron:1.5", r"launch\.gres \(neuron:1\.5\) must name a whole number of devices"),
         (None, "gpu:", r"launch\.gres \(gpu:\) must name a whole number of devices, such as gpu:8 or neuron:trn2:16"),
         (40, "neuron:trn1:16", r"launch\.ranks_per_node \(40\) must be at most the devices .*, of which there are 32"),
-    ],
-)
-def test_devices_that_cannot_be_counted_or_are_too_few_are_refused(given: int | None, gres: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{says}"):
-        ranks_per_node(given, 1, 2, gres)
-
-
-def test_chips_whose_cores_the_layout_does_not_divide_are_refused() -> None:
+    ):
+        with pytest.raises(ConfigError, match=f"^{says}"):
+            ranks_per_node(given, 1, 2, gres)
     ranks = ranks_per_node(None, 8, 1, "neuron:trn2:3")
     with pytest.raises(ConfigError, match=r"\(12\) must be a multiple of parallel\.tensor \(8\)"):
         check_node_counts(config("parallel.tensor=8"), (1, 1), ranks, as_it_is)

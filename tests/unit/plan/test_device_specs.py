@@ -53,7 +53,7 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert all(entry["source"] for key, entry in figures.items() if key != "compared_runs")
 
 
-def test_a_file_may_have_a_price_and_a_rate_of_fp8(load: Callable[[str], Device]) -> None:
+def test_a_file_may_have_a_price_and_rates_of_fp8(load: Callable[[str], Device]) -> None:
     device = load(f"{OWN}price_per_hour: 2.50 EUR\nfailures_per_year: 0.5\nfp8_tflops: 1979\n")
     assert (device.price, device.fp8, device.watts) == (Price(2.5, "EUR"), 1979e12, None)
     assert device.reliability == Reliability(failures_per_year=0.5)
@@ -62,9 +62,6 @@ def test_a_file_may_have_a_price_and_a_rate_of_fp8(load: Callable[[str], Device]
     assert replace(again, constants=()) == device
     of_chips = load(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
     assert (of_chips.price, of_chips.per_chip) == (Price(0.3351, "USD", "chip"), 4)
-
-
-def test_products_in_fp8_have_rates_of_their_own(load: Callable[[str], Device]) -> None:
     shares = "fp8_matmul_share: 0.6\nmxfp8_matmul_share: 0.5\nfp8_backward_share: 0.9\n"
     device = load(f"{OWN}fp8_tflops: 2000\n{shares}")
     reached = [device.matmul_peak("bfloat16", "fp8", block_scales=scales) * 0.8 for scales in (False, True)]
@@ -116,9 +113,8 @@ NETWORK = "network: {gb_per_second: 50, latency_us: 10, topology: rail}"
 UNKNOWN = r"ours\.yaml: base: unknown device .* devices are "
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_impossible_figures_are_refused(load: Callable[[str], Device]) -> None:
+    for text, message in (
         (OWN.replace("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
         (OWN.replace("share: 0.8", "share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
         (OWN.replace("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
@@ -135,11 +131,9 @@ UNKNOWN = r"ours\.yaml: base: unknown device .* devices are "
             r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'",
         ),
         *((f"base: {base}\n", UNKNOWN) for base in ("h10", "ours.yaml")),
-    ],
-)
-def test_impossible_figures_are_refused(text: str, message: str, load: Callable[[str], Device]) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(text)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(text)
 
 
 def test_unknown_device_names_the_nearest() -> None:

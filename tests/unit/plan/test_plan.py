@@ -205,9 +205,8 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(cli: CommandLine,
     assert replace(device_specs.load_device(str(file)), key="a100-80gb") == device_specs.load_device("a100")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_refused(cli: CommandLine) -> None:
+    for arguments, message in (
         (["h100:8,h100:8"], r"--device \(h100:8,h100:8\) must name .* each device once"),
         (["h100:8,b200:8", "--html", "page.html"], r"--html must be left out: --device \(h100:8,b200:8\)"),
         (["h100:8", "--why", "1", "99", *FEW], "must name two layouts of the list"),
@@ -241,13 +240,11 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(cli: CommandLine,
             ["a100-40gb:2", "parallel.tensor=2"],
             r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 6 is",
         ),
-    ],
-)
-def test_refused(arguments: list[str], message: str, cli: CommandLine) -> None:
-    if "--nodes" not in arguments and "--budget" not in arguments:
-        arguments = [*arguments, "--nodes", "1"]
-    said = cli.refused("plan", "gpt3-23b", "train.global_batch=256", "--device", *arguments)
-    assert re.search(message, said, re.DOTALL)
+    ):
+        if "--nodes" not in arguments and "--budget" not in arguments:
+            arguments = [*arguments, "--nodes", "1"]
+        said = cli.refused("plan", "gpt3-23b", "train.global_batch=256", "--device", *arguments)
+        assert re.search(message, said, re.DOTALL)
 
 
 def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(cli: CommandLine, tmp_path: Path) -> None:

@@ -88,17 +88,14 @@ def test_a_rounding_error_changes_no_draw() -> None:
         assert one.draw(logits) == other.draw(off)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "told"),
-    [
+def test_what_is_no_distribution_is_refused() -> None:
+    for temperature, top_p, told in (
         (-0.1, 1.0, r"temperature \(-0.1\) must be at least 0"),
         (math.inf, 1.0, "temperature"),
         (1.0, 0.0, r"top-p \(0.0\) must be above 0 and at most 1"),
-    ],
-)
-def test_what_is_no_distribution_is_refused(temperature: float, top_p: float, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        TokenSampler(temperature, top_p)
+    ):
+        with pytest.raises(ConfigError, match=told):
+            TokenSampler(temperature, top_p)
 
 
 def test_logits_that_are_no_numbers_are_an_error() -> None:
@@ -120,16 +117,13 @@ def drawn(model: Llama, prompt: list[int], count: int = 10, **options: Any) -> l
     return _continue_text(model, Mesh(device="cpu"), prompt, count, **({"window": 32, "seed": 1} | options))
 
 
-def test_it_depends_on_seed_and_prompt_alone(model: Llama) -> None:
+def test_a_sample_depends_on_seed_and_window_alone(model: Llama) -> None:
     first = drawn(model, [1, 2, 3])
     torch.manual_seed(99)
     assert drawn(model, [1, 2, 3]) == first, "the global generator has a say"
     assert drawn(model, [1, 2, 3], seed=2) != first
     assert drawn(model, [3, 2, 1]) != first
     assert drawn(model, [1, 2, 3], 4) == first[:4], "more tokens must not change the first ones"
-
-
-def test_the_last_window_tokens_are_all_that_counts(model: Llama) -> None:
     long = [9, 8, 7, 6, 5, 4, 3, 2]
     assert drawn(model, long, window=4) == drawn(model, long[-4:], window=4)
     assert drawn(model, long, window=8) != drawn(model, long[-4:], window=8), "a window of 8 reads no more than 4"

@@ -48,34 +48,28 @@ def test_pieces_have_scores() -> None:
     assert written.scores[257:262] == [0, 0, 0, 0, -1]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_other_rules_are_refused(own: dict[str, Any]) -> None:
+    for change, reason in (
         ({"normalizer": {"type": "Lowercase"}}, r"it rewrites text \(Lowercase\) before it splits it"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "no rule of llama.cpp splits text"),
         ({"model": {"type": "Unigram"}}, "it is of type Unigram, and only BPE is written"),
         ({"model": {"type": "BPE", "end_of_word_suffix": "</w>"}}, "its tokens have marks within words or"),
-    ],
-)
-def test_other_rules_are_refused(own: dict[str, Any], change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
-        gguf_vocabulary(own | change, 270)
-    assert str(caught.value).endswith("export without --gguf, for a reader that takes tokenizer.json as it is")
+    ):
+        with pytest.raises(ConfigError, match=reason) as caught:
+            gguf_vocabulary(own | change, 270)
+        assert str(caught.value).endswith("export without --gguf, for a reader that takes tokenizer.json as it is")
 
 
-@pytest.mark.parametrize(
-    ("described", "reason"),
-    [
+def test_pieces_that_would_be_joined_otherwise_are_refused() -> None:
+    for described, reason in (
         (pieces("a b"), "it does not join 'ab' and 'c', whose union is a token"),
         (pieces("b c", "a b", "a bc", "ab c", tokens=("a", "b", "c", "ab", "bc", "abc")), None),
         (pieces("b c", "a bc", "a b", "ab c", tokens=("a", "b", "c", "ab", "bc", "abc")), "have others between them"),
         (pieces("a b", "ab c") | {"normalizer": None}, "it rewrites other text than spaces"),
         (pieces("a b", "ab c") | {"pre_tokenizer": {"type": "Whitespace"}}, "it splits text by Whitespace, and lla"),
-    ],
-)
-def test_pieces_that_would_be_joined_otherwise_are_refused(described: dict[str, Any], reason: str | None) -> None:
-    if reason is None:
-        assert gguf_vocabulary(described, 270).model == "llama"
-        return
-    with pytest.raises(ConfigError, match=reason):
-        gguf_vocabulary(described, 270)
+    ):
+        if reason is None:
+            assert gguf_vocabulary(described, 270).model == "llama"
+            return
+        with pytest.raises(ConfigError, match=reason):
+            gguf_vocabulary(described, 270)

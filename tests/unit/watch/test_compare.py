@@ -78,9 +78,8 @@ def test_tensorboards_events() -> None:
     assert read_curve_file(Path("events"), "Validation") == dict.fromkeys(LOSSES, 8.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
+def test_no_curve_is_refused(cli: CommandLine) -> None:
+    for name, content, problem in (
         ("none", None, "there is no none: name a run's folder or a file with a loss curve"),
         ("young", None, "young must hold a loss curve, and it has no values"),
         ("a.tfevents.1", struct.pack("<QI", 7, 1) + b"damaged", "a.tfevents.1 must hold a loss curve"),
@@ -94,17 +93,14 @@ def test_tensorboards_events() -> None:
         ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
         ("nested.json", "[" * 100_000, "nested.json must be JSON, or have JSON in each line: line 1"),
         ("later.txt", None, "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2"),
-    ],
-)
-def test_no_curve_is_refused(name: str, content: str | bytes | None, problem: str, cli: CommandLine) -> None:
-    if content is not None:
-        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert problem in cli.sentence("compare", "run", name)
+    ):
+        if content is not None:
+            Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+        assert problem in cli.sentence("compare", "run", name)
 
 
-@pytest.mark.parametrize(
-    ("golden", "options", "code", "largest", "result"),
-    [
+def test_largest_difference(cli: CommandLine) -> None:
+    for golden, options, code, largest, result in (
         ("4\n3\n2\n", [], 0, "0 at step 1: loss 4 in A, 4 in B", "within the tolerance (0.01)"),
         ("4\n2.98\n2\n", [], 0, "0.00671 at step 2: loss 3 in A, 2.98 in B", "within the tolerance (0.01)"),
         ("4\n3.2\n2.5\n7\n", [], 1, "0.2 at step 3: loss 2 in A, 2.5 in B", "at 2 steps, first at step 2"),
@@ -113,16 +109,12 @@ def test_no_curve_is_refused(name: str, content: str | bytes | None, problem: st
         ("4\n3\n2.1\n", ["--tolerance", "0"], 1, "0.0476 at step 3", "beyond the tolerance (0) at 1 step"),
         ("0 4\n1 3\n2 2\n", ["--shift", "1"], 0, "0 at step 1", "within"),
         ("step mine\n1 4\n3 2.01", ["--loss", "mine"], 0, "0.00498 at step 3: loss 2 in A, 2.01 in B", "within"),
-    ],
-)  # fmt: skip
-def test_largest_difference(
-    golden: str, options: list[str], code: int, largest: str, result: str, cli: CommandLine
-) -> None:
-    Path("golden.txt").write_text(golden)
-    rows = cli.rows("compare", "run", "golden.txt", *options, code=code)
-    assert rows["A"] == "run: 3 steps, 1 to 3"
-    assert largest in rows["largest"]
-    assert result in rows["result"]
+    ):
+        Path("golden.txt").write_text(golden)
+        rows = cli.rows("compare", "run", "golden.txt", *options, code=code)
+        assert rows["A"] == "run: 3 steps, 1 to 3"
+        assert largest in rows["largest"]
+        assert result in rows["result"]
 
 
 ULP = 4 * (1 + 2**-52)

@@ -89,7 +89,7 @@ def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, cli: CommandL
     assert_shown(block, said)
 
 
-def test_the_object(cli: CommandLine) -> None:
+def test_the_object_of_each_folder(cli: CommandLine) -> None:
     write_three()
     with held(Path(f"runs/{LONG}")):
         found = cli.facts("ls")
@@ -103,9 +103,6 @@ def test_the_object(cli: CommandLine) -> None:
     }
     assert (first["state"], found["runs"][1]["reason"]) == ("silent", "failed: OSError: no room")
     assert first["goodput"] == pytest.approx((31 - 10 - 0.4 - 0.5) / 31)
-
-
-def test_another_folder_and_one_run(cli: CommandLine) -> None:
     write_three()
     Path("runs").rename("elsewhere")
     for folder, names in (("elsewhere", [LONG, "failed", "done"]), ("elsewhere/done", ["done"])):

@@ -126,7 +126,7 @@ def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, cli: CommandL
     assert (compared["config"], compared["layouts"]) == ([], ["TP 2 + SP to step 10, then DP 2", "DP 2"])
 
 
-def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(page: Page) -> None:
+def test_the_page_opens_with_the_verdict_and_has_all_ranks(page: Page) -> None:
     text = page.text
     first = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 49.7% of the time was lost."
     curve = "Training loss, dots: evaluation"
@@ -135,6 +135,15 @@ def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(pa
     assert places == sorted(places), "the order of the page"
     assert text.count("The run: ") == 1
     assert text.count(curve) == 1
+    # The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse.
+    page.says("Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts")
+    page.says("from 14.0 GiB on rank 0 to 14.2 GiB on rank 15", "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB")
+    (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
+    assert bars["suffix"] == " GiB"
+    assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]
+    (told,) = page.ranks
+    assert told["axes"] == ["pp", "dp", "tp"]
+    assert told["ranks"][5] == [5, 0, 2.0, 14.08, 0, 1, 1]
 
 
 def test_a_failure_stands_at_the_top(tmp_path: Path, cli: CommandLine) -> None:
@@ -156,9 +165,8 @@ FACTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "numbers", "sentence"),
-    [
+def test_verdict() -> None:
+    for changes, numbers, sentence in (
         ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2.0% of the time was lost."),
         (
             {"starts": 4, "later_starts_text": "2 restarts, 1 continuation", "useful_seconds": 181.9},
@@ -173,10 +181,8 @@ FACTS = {
         ),
         ({"state": "running", "steps": None, "seconds": None}, {}, "Is running, with 480 steps done at loss 0.9321."),
         ({"state": "failed", "step": 0, "seconds": None}, {"final_loss": None}, "Failed before the first step."),
-    ],
-)
-def test_verdict(changes: dict[str, object], numbers: dict[str, object], sentence: str) -> None:
-    assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
+    ):
+        assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
 
 
 def test_loads_of_experts_have_maps(tmp_path: Path, cli: CommandLine) -> None:
@@ -300,18 +306,6 @@ def test_what_is_unknown_is_no_zero(tmp_path: Path) -> None:
     assert "0.00 s" not in page_of(run).text, "no time is told of a checkpoint"
 
 
-def test_ranks_and_their_layout(page: Page) -> None:
-    """The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse."""
-    page.says("Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts")
-    page.says("from 14.0 GiB on rank 0 to 14.2 GiB on rank 15", "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB")
-    (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
-    assert bars["suffix"] == " GiB"
-    assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]
-    (told,) = page.ranks
-    assert told["axes"] == ["pp", "dp", "tp"]
-    assert told["ranks"][5] == [5, 0, 2.0, 14.08, 0, 1, 1]
-
-
 def test_restarts_tell_their_causes(tmp_path: Path, cli: CommandLine) -> None:
     run = write_run(tmp_path / "run", [Start(0, 8, None), Start(5, 20)])
     lost = ending("lost node", FIRST, 19.0, 8, text="node-001 does not answer\nand more", job="17")
@@ -327,7 +321,7 @@ def test_restarts_tell_their_causes(tmp_path: Path, cli: CommandLine) -> None:
     page_of(run).says(text)
 
 
-def test_a_long_curve_keeps_its_spikes() -> None:
+def test_long_and_steep_curves_keep_their_shape() -> None:
     values = [1.0] * 100_000
     values[54_321] = 9.0
     rows = curve_columns(range(1, 100_001), values)
@@ -336,10 +330,7 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     (spike,) = (row for row in rows if row.largest > 1.0)
     assert spike[1:] == (1.0, pytest.approx(1 + 8 / (spike.step - rows[rows.index(spike) - 1].step)), 9.0)
     assert curve_columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [(2, 2.0, 2.0, 2.0)]
-
-
-def test_few_columns_do_not_flatten_the_rest() -> None:
-    """The steep beginning leaves the chart, which says how far; a curve without one is shown whole."""
+    # The steep beginning leaves the chart, which says how far; a curve without one is shown whole.
     falling = [CurveColumn(step, value, value, value) for step in range(1, 101) for value in [2 + 9 / step**2]]
     chart = line_chart("x", {"a": StepCurve(falling)})
     assert "axis cut: values reach to 11<" in chart

@@ -101,15 +101,12 @@ def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
     assert list((tmp_path / "cache/tokens").iterdir()) == [entry]
 
 
-def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_data_sets_of_the_hub_need_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]
     assert prepared(text).fingerprint == prepared(text).fingerprint
     assert "has no column 'other'" in failure(text, text_key="other")
-
-
-def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"datasets, which is not installed: pip install 'shardwise\[datasets\]'"):
         fetch_dataset(DataConfig(dataset="acme/tiny"), None)
@@ -165,21 +162,18 @@ def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_p
     assert failure(path).startswith(f"{path / 'dataset_dict.json'} must name what lies in its own folder: '{outside}'")
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
+def test_a_card_names_no_file_outside_of_its_repository() -> None:
+    for address in (
         "https://example.org/train.parquet",
         "{}../other@main/train.parquet",
         "zip://../a.jsonl::{}texts.zip",
         "/tmp/{}a.parquet",
-    ],
-)
-def test_a_card_names_no_file_outside_of_its_repository(address: str) -> None:
-    place = "hf://datasets/acme/tiny@0123/"
-    tables, named = _HubTables("acme/tiny", None, Path("0123")), address.format(place)
-    tables._require_own_files(place, {"train": [f"{place}en/a.parquet", f"zip://texts/a.jsonl::{place}texts.zip"]})
-    with pytest.raises(DataError, match=rf"its card names {re.escape(named)}: set data\.path"):
-        tables._require_own_files(place, {"train": [f"{place}a.parquet", named]})
+    ):
+        place = "hf://datasets/acme/tiny@0123/"
+        tables, named = _HubTables("acme/tiny", None, Path("0123")), address.format(place)
+        tables._require_own_files(place, {"train": [f"{place}en/a.parquet", f"zip://texts/a.jsonl::{place}texts.zip"]})
+        with pytest.raises(DataError, match=rf"its card names {re.escape(named)}: set data\.path"):
+            tables._require_own_files(place, {"train": [f"{place}a.parquet", named]})
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:

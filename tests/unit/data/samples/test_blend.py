@@ -94,6 +94,9 @@ def test_each_source_has_its_own_order_and_epochs() -> None:
     assert small[:, 2].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert small[:, 1].tolist() == Numbered(0, 3).sampler.indices(0, 12).tolist()
     assert found[found[:, 0] == 1][:, 1].tolist() == Numbered(1, 100).sampler.indices(0, 12).tolist()
+    blend = blended([0.7, 0.3], [14, 600])
+    assert blend.epochs(1000) == "s0: 50.00 epochs of 14 samples and s1: 0.50 epochs of 600 samples"
+    assert blend.repeated(1000) == {"s0": 50.0, "s1": 0.5}
 
 
 @unhurried
@@ -119,12 +122,6 @@ def test_an_evaluation_goes_through_all_sources(data: st.DataObject) -> None:
     ]
     alike = min(left, default=expected)
     assert [source for source, _ in real[:alike]] == pattern[:alike].tolist()
-
-
-def test_epochs_are_told_of_each_source() -> None:
-    blend = blended([0.7, 0.3], [14, 600])
-    assert blend.epochs(1000) == "s0: 50.00 epochs of 14 samples and s1: 0.50 epochs of 600 samples"
-    assert blend.repeated(1000) == {"s0": 50.0, "s1": 0.5}
 
 
 def test_partial_sequences_of_several_sources_keep_their_lengths() -> None:

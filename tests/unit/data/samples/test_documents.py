@@ -54,7 +54,7 @@ def test_samples_are_those_of_the_definition(documents: list[list[int]], length:
     assert rows([batches.global_batch(epoch * len(expected), len(expected))]) == [expected[i] for i in order]
 
 
-def test_a_part_is_its_own_documents() -> None:
+def test_a_part_is_its_own_documents_and_sentences() -> None:
     file = made([[3], [2, 2], [], [5], [4]])
     part = MegatronDocuments(file, 1, 4, 1 << 30)
     assert (len(part), part.count) == (9, 3)
@@ -65,9 +65,6 @@ def test_a_part_is_its_own_documents() -> None:
     seen = {token for row in rows([batches.global_batch(0, batches.num_samples)]) for token in row}
     assert seen <= set(range(3, 12))
     assert len(seen) == 9
-
-
-def test_sentences_leave_out_what_has_no_tokens() -> None:
     documents = [[0, 3, 0, 2], [], [0], [4], [1, 1], []]
     found = whole(documents).sentences
     assert (found.bounds.tolist(), found.documents.tolist()) == ([0, 3, 5, 9, 10, 11], [0, 2, 3, 5])

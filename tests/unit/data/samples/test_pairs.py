@@ -98,7 +98,7 @@ def test_random_sentences_come_from_everywhere() -> None:
             assert within(int(found[own, other]), int(found[own].sum()), weights[other] / weights.sum())
 
 
-def test_epochs_have_other_pairs_and_other_masks() -> None:
+def test_each_epoch_has_its_own_pairs_and_masks() -> None:
     batches = pairs(many(), length=48)
     first, second, again = (epoch_of(batches, epoch) for epoch in (0, 1, 0))
     assert equal(again, first)
@@ -107,10 +107,7 @@ def test_epochs_have_other_pairs_and_other_masks() -> None:
     assert np.mean(same_pair) < 0.2
     assert same_mask.mean() < 0.05
     assert not equal(epoch_of(pairs(many(), length=48, seed=4), 0), first)
-
-
-def test_an_epochs_masks_are_those_of_the_run() -> None:
-    """The epoch that `consumed` lies in decides, also within a batch that spans two."""
+    # The epoch that `consumed` lies in decides, also within a batch that spans two.
     batches = pairs(many(), length=48)
     samples = batches.num_samples
     batch = batches.global_batch(samples - 2, 4)

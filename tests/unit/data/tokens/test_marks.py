@@ -142,9 +142,6 @@ def test_a_long_document_has_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyP
     marks = DocumentMarks.of(tokenizer, append_eod=True, prepend_bos=False)
     found = [token for _, row, _ in document_tokens(pieces, tokenizer, marks, 300) for token in row.tolist()]
     assert found == [*tokenizer.encode(TEXT).tolist(), tokenizer.required_end()]
-
-
-def test_a_document_in_two_parts_of_the_data_is_two_texts() -> None:
     pieces = [("train", TextPiece("a b", False)), ("eval", TextPiece(" c", True)), ("eval", TextPiece("d", True))]
     found = [(part, text.texts, text.ends_document) for part, text in document_texts(pieces)]
     assert found == [("train", ["a b"], False), ("eval", [" c"], True), ("eval", ["d"], True)]

@@ -213,19 +213,16 @@ BY_TRANSFORMERS = r"write its tokenizer\.json by transformers 5\.24 or newer"
 BY_SENTENCEPIECE = r"cut the texts by sentencepiece, and give the tokens as data\.path"  # transformers reads otherwise
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "way"),
-    [
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    for options, text, way in (
         ({"model_type": "unigram"}, "it is no BPE", BY_TRANSFORMERS),
         ({"byte_fallback": False}, "it has no pieces for bytes", BY_TRANSFORMERS),
         ({"remove_extra_whitespaces": True}, "it drops spaces", BY_TRANSFORMERS),
         ({"treat_whitespace_as_suffix": True}, "it marks the ends of words", BY_SENTENCEPIECE),
-    ],
-)
-def test_other_models_are_refused(options: dict[str, object], text: str, way: str, tmp_path: Path) -> None:
-    folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
-    with pytest.raises(DataError, match=rf"must be a model such as Llama's, and {text}: {way}"):
-        Tokenizer.load(folder)
+    ):
+        folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
+        with pytest.raises(DataError, match=rf"must be a model such as Llama's, and {text}: {way}"):
+            Tokenizer.load(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "cl100k_base.tiktoken"])

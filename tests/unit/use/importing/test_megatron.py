@@ -107,15 +107,13 @@ def shards(tmp_path: Path) -> Path:
     return write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy", tp=2)
 
 
-def test_the_vocabulary_without_padding_must_be_known(shards: Path) -> None:
+def test_problems_of_shards_are_told_at_once(shards: Path) -> None:
     (found,) = problems(shards, None)
     assert found.startswith("ITER must say how many of the 64 rows of its embedding are tokens")
     assert found.endswith("(--vocab-size 64 keeps all rows)")
     (found,) = problems(shards, 65)
     assert "the vocabulary (65) must be at most the rows of its embedding (64)" in found
 
-
-def test_all_mismatches_come_at_once(shards: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         held = state["model"]["language_model"]["encoder"]
         del held["layers.0.mlp.dense_h_to_4h.bias"]
