@@ -34,15 +34,10 @@ def test_an_entry_is_found_by_its_name_or_message(cli: CommandLine) -> None:
     assert said.startswith(f"Message: {message}\n\nCause: The process was killed from outside")
     assert "\n\nFix: Look at the system's log (`dmesg`)" in said
     assert cli("explain", "training#killed-rank").out == said
+    for name, hint in (("kiled-rank", "did you mean killed-rank?"), ("zzz", "`shardwise explain` lists all names")):
+        assert cli.refused("explain", name) == f"shardwise: no entry explains {name!r}: {hint}\n"
     message = "shardwise: the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"
     assert cli("explain", message).out.startswith("Message: the number of ranks (…) must be a multiple of\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"), [("kiled-rank", "did you mean killed-rank?"), ("zzz", "`shardwise explain` lists all names")]
-)
-def test_an_unknown_name_is_refused(name: str, hint: str, cli: CommandLine) -> None:
-    assert cli.refused("explain", name) == f"shardwise: no entry explains {name!r}: {hint}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -55,11 +50,8 @@ def test_a_script_knows_commands_options_recipes_and_keys(shell: str, cli: Comma
         assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).stderr == ""
 
 
-@pytest.mark.parametrize("arguments", [["--completion"], ["--completion=csh"]])
-def test_another_shell_is_refused(arguments: list[str], cli: CommandLine) -> None:
-    assert "must be bash, zsh or fish" in cli.refused(*arguments)
-
-
-def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+def test_another_shell_or_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    for arguments in (["--completion"], ["--completion=csh"]):
+        assert "must be bash, zsh or fish" in cli.refused(*arguments)
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert "pip install 'shardwise[completion]'" in cli.refused("--completion", "bash")

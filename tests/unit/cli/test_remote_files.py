@@ -1,9 +1,10 @@
-"""Files come whole, once, and as their server has them, whatever happens on the way."""
+"""Files come whole and once, whatever happens on the way; and places that do not answer or hold something else."""
 
 import hashlib
 import json
 import multiprocessing
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.storage import root as reach
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli.data.remote_files import FetchedFile, fetch_remote_file, find_remote_files
 from tests.command_line import CommandLine
 from tests.loopback_files import Server, serve
+from tests.stored import write_checkpoint
 
 CONTENT = np.random.default_rng(0).bytes(5_000_000)
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -211,3 +215,38 @@ def test_inputs_of_one_file(tmp_path: Path, cli: CommandLine) -> None:
     given = ["--format", "megatron", "--token-dtype", "uint16", "--eod-token", "0"]
     said = cli.refused("data", "prepare", tmp_path, tmp_path / "made", *given)
     assert f"INPUT ({tmp_path}) must be a file of raw tokens" in said
+
+
+URL = "memory://far/run"
+
+
+def test_a_silent_place_is_given_up(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    monkeypatch.setattr(reach, "PATIENCE_SECONDS", 0.01)
+    exists = Root.exists
+    monkeypatch.setattr(Root, "exists", lambda root: exists(root) if root.is_local else threading.Event().wait())
+    for words, code in (
+        (["checkpoint", "inspect", URL], 1),
+        (["checkpoint", "diff", URL, URL], 2),  # 1 is a difference
+        (["checkpoint", "export", URL, "out"], 1),
+        (["evaluate", URL], 1),
+        (["generate", URL, "--prompt", "a"], 1),
+    ):
+        assert cli(*words, code=code).err == f"shardwise: {URL} cannot be reached: no answer within 0 s\n"
+
+
+def test_a_path_that_may_not_be_entered_is_wrong_input(own_folder: Path, cli: CommandLine) -> None:
+    """A link to itself stands for all of them: the superuser may enter every folder."""
+    (own_folder / "loop").symlink_to("loop")
+    for command in ("checkpoint inspect", "checkpoint export", "data fetch", "evaluate", "stop"):
+        target = ["out"] if command in ("checkpoint export", "data fetch") else []
+        assert "loop" in cli.refused(*command.split(), "loop", *target), command
+
+
+def test_one_checkpoint_is_not_pruned_and_none_is_not_verified(tmp_path: Path, cli: CommandLine) -> None:
+    folder = write_checkpoint(tmp_path)
+    said = cli.refused("checkpoint", "prune", folder, "--keep", "1")
+    assert f"RUN ({folder}) must be a run's folder or a folder of checkpoints: it is one checkpoint" in said
+    assert folder.exists()
+    (folder / MANIFEST).local().unlink()
+    said = cli.refused("checkpoint", "verify", tmp_path)
+    assert f"{tmp_path} must hold a checkpoint that was completed: there is none" in said

@@ -74,25 +74,22 @@ def test_launchers_that_end_well_end_the_attempt(tmp_path: Path) -> None:
 
 
 def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path: Path) -> None:
-    lost = {"rank": 0, "text": "rank 0 lost the connection to another rank", "exit_code": 1, "waited": True}
-    ends = [{"code": 1, "reported": lost}, {"code": 1, "exit_codes": {"3": -9}}]
-    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, **ends[number]))
+    """Of a killed rank, and of a killed agent, whose own ranks are not told of."""
+    lost = {"rank": 2, "text": "rank 2 lost the connection to another rank", "exit_code": 1, "waited": True}
     killed = f"rank 3 was killed (SIGKILL; usually out of memory){see('training#killed-rank')}"
-    assert outcome.failure == Failure(3, killed, 1)
-    assert outcome.lost == ()
+    agent = "the agent that starts the ranks of node n0 was killed by SIGKILL"
+    first = [{"code": 1, "reported": lost | {"rank": 0}}, {"code": 1, "exit_codes": {"3": -9}}]
+    second = [{"code": -9}, {"code": 1, "reported": lost, "exit_codes": {"2": 1, "3": 1}}]
+    for ends, failure in ((first, Failure(3, killed, 1)), (second, Failure(0, agent, 1))):
+        outcome = watched(tmp_path, lambda attempt, number, ends=ends: joined(number, attempt, **ends[number]))
+        assert outcome.failure == failure
+        assert outcome.lost == ()
 
 
 def test_a_launcher_that_fails_without_a_reason_is_named_with_its_log(tmp_path: Path) -> None:
     outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=number, log=["", "text"][number]))
     assert outcome.failure == Failure(0, "a launcher failed; its log is in logs/launcher-n1.log", 1)
     assert outcome.logs == {"n1": "text"}
-
-
-def test_a_killed_agent_is_told_and_not_its_ranks(tmp_path: Path) -> None:
-    lost = {"rank": 2, "text": "rank 2 lost the connection to another rank", "exit_code": 1, "waited": True}
-    ends = [{"code": -9}, {"code": 1, "reported": lost, "exit_codes": {"2": 1, "3": 1}}]
-    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, **ends[number]))
-    assert outcome.failure == Failure(0, "the agent that starts the ranks of node n0 was killed by SIGKILL", 1)
 
 
 def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from shardwise_jobs.slurm_commands import Allocation
 from shardwise_jobs.supervisor import Supervisor
 from tests.command_line import CommandLine
 from tests.monitor_runs import Start, write_run
-from tests.unit.jobs.test_restarts import CRASH
+from tests.unit.jobs.test_jobs import CRASH
 
 DONE = AttemptOutcome(None, None, (), 9, 1.0, 2.0, 0.1, {})
 KILLED = Failure(3, "rank 3 was killed by SIGKILL", 1)

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwise.base import units
 from shardwise.base.prices import Price
@@ -206,45 +208,11 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(cli: CommandLine,
 
 
 def test_refused(cli: CommandLine) -> None:
-    for arguments, message in (
-        (["h100:8,h100:8"], r"--device \(h100:8,h100:8\) must name .* each device once"),
-        (["h100:8,b200:8", "--html", "page.html"], r"--html must be left out: --device \(h100:8,b200:8\)"),
-        (["h100:8", "--why", "1", "99", *FEW], "must name two layouts of the list"),
-        (["h100:8", "--budget", "1,2,, USD"], r"--budget \('1,2,, USD'\) must be a time .*, or a price"),
-        (
-            ["h100:8", "--nodes", "4", "--failures", "10000", *FEW],
-            r"--failures \(10000\) must be lower: on 32 × .* fails every 1 min 39 s, and the training does not finish",
-        ),
-        (
-            ["trn1", "--nodes", "4", "--objective", "energy", *FEW],
-            r"--objective \(energy\) must have the power of AWS Trainium1 .*: write a device file with base: trn1",
-        ),
-        (
-            ["h100:8", "--budget", "100 EUR", "--price", "2 USD", *FEW],
-            r"--budget \(100 EUR\) must go with a price in EUR of NVIDIA H100 SXM, which is in USD",
-        ),
-        (
-            ["h100:8", "--budget", "100 USD", "--price", "2 USD", "train.global_batch=1", *FEW],
-            r"--budget \(100 USD\) must be higher: the cheapest training found costs [\d,]+ USD on ",
-        ),
-        (["h100:8", "--nodes", "2", "--budget", "30 days"], "--budget must go without --nodes"),
-        *(
-            (["h100:8,b200:8", "--price", price], message)
-            for price, message in (
-                ("1 USD,2 USD,3 USD", r"--price \(1 USD,2 USD,3 USD\) must be one price, or one for each of the 2"),
-                ("2 USD/rack", r"--price \(2 USD/rack\) must be a price of a device, a chip or a node"),
-                ("2.50", r"--price \(2\.50\) must name its currency, as in '2\.50 USD'"),
-            )
-        ),
-        (
-            ["a100-40gb:2", "parallel.tensor=2"],
-            r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 6 is",
-        ),
-    ):
-        if "--nodes" not in arguments and "--budget" not in arguments:
-            arguments = [*arguments, "--nodes", "1"]
-        said = cli.refused("plan", "gpt3-23b", "train.global_batch=256", "--device", *arguments)
-        assert re.search(message, said, re.DOTALL)
+    for line, message in yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8")).items():
+        nodes = [] if "--nodes" in line or "--budget" in line else ["--nodes", "1"]
+        words = [*shlex.split(line.removesuffix("FEW")), *FEW * line.endswith("FEW"), *nodes]
+        said = cli.refused("plan", "gpt3-23b", "train.global_batch=256", "--device", *words)
+        assert re.search(message, said, re.DOTALL), line
 
 
 def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(cli: CommandLine, tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_beside_its_prediction(run: Path, tmp_path: Path, cli: CommandLine) -> None:
-    found = cli.facts("plan", run, "--device", "cpu:1")
+    """And the corrected device explains the run."""
+    written = tmp_path / "corrected.yaml"
+    found = cli.facts("plan", run, "--device", "cpu:1", "--write", written)
     steps = [event["step_seconds"] for event in metrics(run, "step")][2:]
     assert found["steps"] == len(steps) == 4
     assert min(steps) <= found["step_seconds"]["measured"] <= max(steps)
@@ -44,11 +46,6 @@ def test_a_run_beside_its_prediction(run: Path, tmp_path: Path, cli: CommandLine
         assert parts == pytest.approx(found["step_seconds"][kind], rel=rel)
     for kind, pair in found["memory_bytes"].items():
         assert pair["predicted"] == pair["measured"], kind
-
-
-def test_the_corrected_device_explains_the_run(run: Path, tmp_path: Path, cli: CommandLine) -> None:
-    written = tmp_path / "corrected.yaml"
-    found = cli.facts("plan", run, "--device", "cpu:1", "--write", written)
     config = load_config("llama2-tiny", SHORT)
     time = step_time(config, check_layout(config, 1), Cluster(load_device(str(written)), 1, 1))
     computed = time.total - time.optimizer - time.communication

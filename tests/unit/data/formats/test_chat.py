@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
@@ -96,31 +97,14 @@ def test_one_conversation_in_a_sequence_that_is_too_short_is_cut_or_left_out(tmp
     assert said in refusal(config(3, **keys), tmp_path)
 
 
-LINES = {
-    "{": "line 2 is not JSON",
-    '{"a": ' + "[" * 70 + "]" * 70 + "}": "line 2 is not JSON that can be read (it has more than 64 levels",
-    "[]": 'line 2 is JSON but not an object: each line must read like {"messages"',
-    '{"text": "a"}': "line 2 has no field 'messages': set data.text_key to the field that holds the messages (text)",
-    '{"messages": "a"}': "line 2: the field 'messages' must hold a list of messages, each with a role and a",
-    '{"messages": [1]}': "line 2: messages.0 must be an object with a role and a content, not int",
-    '{"messages": [{"content": "a"}]}': "line 2: messages.0 has no role, and it must be system, developer, user",
-    '{"messages": [{"role": "bot", "content": "a"}]}': "line 2: messages.0 has the role 'bot', and it must be system",
-    '{"messages": [{"role": "user", "content": null}]}': "line 2: messages.0.content must be text, or a list of parts",
-    '{"messages": [{"role": "user", "content": "a"}]}': "must have a message of the role assistant, whose text is "
-    "learned, and its roles are user: remove it",
-    '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "all of them have the weight 0, or are in",
-    '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}': "and it is list of others: mend",
-    '{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}': "'tools' must hold a list of objects",
-    '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': "must be without",
-    '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",
-}
+LINES = yaml.safe_load(Path(__file__).with_name("chat_lines.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_line_that_holds_no_conversation_is_refused(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(("line", "text"), LINES)
+def test_a_line_that_holds_no_conversation_is_refused(line: str, text: str, tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD}, line)
     said = refusal(config(path=path, format="chat"), tmp_path)
-    assert LINES[line] in said
+    assert text in said
     assert path in said
 
 

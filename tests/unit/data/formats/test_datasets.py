@@ -26,12 +26,8 @@ ROWS = [np.random.default_rng(number).integers(0, 512, 40 + number).tolist() for
 JOINED = [*chain(*ROWS)]
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    datasets.disable_progress_bars()
-
-
 def save_splits(at: Path, columns: dict[str, Any], **ends: tuple[int, int]) -> Path:
+    datasets.disable_progress_bars()
     whole = datasets.Dataset.from_dict(columns)
     tables = {name: whole.select(range(*rows)) for name, rows in ends.items()}
     datasets.DatasetDict(tables).save_to_disk(at, num_shards=dict.fromkeys(tables, 2))

@@ -156,29 +156,17 @@ def test_stages_begin_at_the_samples_of_their_steps() -> None:
     assert continued_stages(chosen, RECORDED, step=5, position=60)[1:] == other
 
 
-STORED = config(MIXTURE, [CODE, LATER]).recorded()
-
-
-@pytest.mark.parametrize(
-    "stages",
-    [
-        [LATER],
-        [{"at": 4, "weights": {"code": 2}}, LATER],
-        [{"at": 3, "weights": {"code": 1}}, LATER],
-        [{"at": 2, "weights": {"web": 1}}, CODE],
-    ],
-)
-def test_a_stage_in_the_past_is_refused(stages: list[dict[str, Any]]) -> None:
-    (problem,) = changed_size_stages(STORED, config(MIXTURE, stages), 5)
-    assert problem.startswith("the stages before step 5, ")
-    assert problem.endswith(" must begin at 5 or later")
-
-
-def test_the_weights_of_the_beginning_stay() -> None:
+def test_stages_and_weights_of_the_past_stay() -> None:
+    stored = config(MIXTURE, [CODE, LATER]).recorded()
+    earlier = {"at": 3, "weights": {"code": 1}}, {"at": 2, "weights": {"web": 1}}
+    for stages in ([LATER], [{"at": 4, "weights": {"code": 2}}, LATER], [earlier[0], LATER], [earlier[1], CODE]):
+        (problem,) = changed_size_stages(stored, config(MIXTURE, stages), 5)
+        assert problem.startswith("the stages before step 5, "), stages
+        assert problem.endswith(" must begin at 5 or later"), stages
     mixture = MIXTURE | {"web": {"path": "web", "weight": 2}}
-    (problem,) = changed_size_stages(STORED, config(mixture, [LATER]), 4)
+    (problem,) = changed_size_stages(stored, config(mixture, [LATER]), 4)
     assert "the weights of data.mixture ({'web': 3.0, 'code': 1.0})" in problem
-    assert changed_size_stages(STORED, config(MIXTURE, [LATER]), 4) == []
+    assert changed_size_stages(stored, config(MIXTURE, [LATER]), 4) == []
     renamed = {name.upper(): source for name, source in mixture.items()}
     other = {"at": 6, "weights": {"MATH": 1}}
-    assert changed_size_stages(STORED, config(renamed, [other]), 5) == [], "other data, which --change allows"
+    assert changed_size_stages(stored, config(renamed, [other]), 5) == [], "other data, which --change allows"

@@ -25,10 +25,6 @@ def config(vocab_size: int = 512, length: int = 64, eval_every: int = 0, **data:
     return sized(vocab_size, length, eval_every, family="bert", **data)
 
 
-def causal() -> Config:
-    return sized(512, 64, 0)
-
-
 def texts(data: PreparedData, part: str) -> list[list[str]]:
     """The sentences of each document, decoded."""
     tokenizer, found = Tokenizer.load(data.tokenizer_path), data.sentences[part]
@@ -129,7 +125,7 @@ def test_a_users_tokenizer_makes_pairs(filled: Path, tmp_path: Path) -> None:
     data = prepare_data(config(600, tokenizer=str(own)), tmp_path / "b")
     assert data.pair_tokens == trained.pair_tokens
     assert np.array_equal(data.tokens["train"], trained.tokens["train"])
-    without = prepare_data(causal(), tmp_path / "a").tokenizer_path
+    without = prepare_data(sized(512, 64, 0), tmp_path / "a").tokenizer_path
     size, marks = refusals(config(511, tokenizer=str(without)), tmp_path / "b")
     assert "(512) must be at most model.vocab_size (511)" in size
     assert marks.startswith(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -112,33 +113,10 @@ _OF_EXPERTS = {
     for expert in range(4)
     for fc in ("fc1", "fc2")
 }
-NAMES: dict[str, dict[str, str]] = {
-    "legacy": {
-        "input": "input_norm", "post": "post_attention_norm", "qkv": "self_attention.query_key_value",
-        "proj": "self_attention.dense", "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h",
-        "final": "final_norm",
-    },
-    "old": {
-        "input": "input_layernorm", "post": "post_attention_layernorm", "qkv": "attention.query_key_value",
-        "proj": "attention.dense", "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h",
-        "final": "final_layernorm",
-    },
-    "core": {
-        "input": "input_layernorm", "post": "pre_mlp_layernorm", "qkv": "self_attention.linear_qkv",
-        "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1", "fc2": "mlp.linear_fc2",
-        "final": "final_layernorm", "router": "mlp.router", **_OF_EXPERTS,
-    },
-    "te": {
-        "input": "self_attention.linear_qkv.layer_norm_", "post": "mlp.linear_fc1.layer_norm_",
-        "qkv": "self_attention.linear_qkv", "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1",
-        "fc2": "mlp.linear_fc2", "final": "final_layernorm", "router": "mlp.router", **_OF_EXPERTS,
-    },
-    "nemo": {
-        "input": "input_layernorm", "post": "post_attention_layernorm", "qkv": "self_attention.query_key_value",
-        "query": "self_attention.query", "key_value": "self_attention.key_value", "proj": "self_attention.dense",
-        "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h", "final": "final_layernorm",
-    },
-}  # fmt: skip
+NAMES: dict[str, dict[str, str]]
+NAMES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))["megatron"]
+NAMES["core"] |= _OF_EXPERTS
+NAMES["te"] |= _OF_EXPERTS
 
 
 def named(style: str, role_and_kind: str) -> str:

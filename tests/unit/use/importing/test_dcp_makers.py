@@ -1,6 +1,8 @@
 """torchtitan's and OLMo-core's names, written by torch's own writer: weights, moments, keys, and what is refused."""
 
+import functools
 import json
+import operator
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,28 +27,15 @@ from tests.unit.use.importing.checks import assert_equal, problems, states_of
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FULL = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
 GROUP = {"lr": 1e-4, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-TITAN = (
-    (r"model\.embed_tokens", "tok_embeddings"), (r"model\.", ""),
-    (r"self_attn\.([qkv])_proj", r"attention.qkv_linear.w\1"), (r"self_attn\.o_proj", "attention.wo"),
-    (r"self_attn", "attention"), (r"mlp\.gate_proj", "feed_forward.w1"), (r"mlp\.down_proj", "feed_forward.w2"),
-    (r"mlp\.up_proj", "feed_forward.w3"), (r"input_layernorm", "attention_norm"),
-    (r"post_attention_layernorm", "ffn_norm"), (r"mlp\.gate\.", "moe.router.gate."),
-)  # fmt: skip
-OLMO = (
-    (r"model\.embed_tokens", "embeddings"), (r"model\.norm", "lm_head.norm"),
-    (r"lm_head\.weight", "lm_head.w_out.weight"), (r"model\.layers", "blocks"),
-    (r"self_attn\.([qkv])_proj", r"attention.w_\1"), (r"self_attn\.o_proj", "attention.w_out"),
-    (r"self_attn", "attention"), (r"mlp\.gate_proj", "feed_forward.w1"), (r"mlp\.down_proj", "feed_forward.w2"),
-    (r"mlp\.up_proj", "feed_forward.w3"), (r"post_attention_layernorm", "attention_norm"),
-    (r"post_feedforward_layernorm", "feed_forward_norm"),
-)  # fmt: skip
+OTHERS = Path(__file__).with_name("names.yaml").read_text(encoding="utf-8")
+TITAN, OLMO = (yaml.safe_load(OTHERS)[program] for program in ("titan", "olmo"))
 
 
-def named(weights: Mapping[str, Tensor], rules: Any) -> dict[str, Tensor]:
+def named(weights: Mapping[str, Tensor], rules: Mapping[str, str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         other = name
-        for pattern, replacement in rules:
+        for pattern, replacement in rules.items():
             other = re.sub(pattern, replacement, other)
         found[other] = tensor
     return found
@@ -113,32 +103,11 @@ def titan(case: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
 
 
 def olmo_fields(**changes: Any) -> dict[str, Any]:
-    norm = {"name": "rms", "eps": 1e-6, "bias": False}
-    attention = {
-        "type": "attention", "name": "default", "n_heads": 4, "n_kv_heads": 2, "bias": False, "qk_norm": norm,
-        "rope": {"name": "default", "theta": 10000},
-    }  # fmt: skip
-    block = {
-        "name": "reordered_norm", "sequence_mixer": attention, "layer_norm": norm,
-        "feed_forward": {"name": "default", "hidden_size": 48, "bias": False},
-    }  # fmt: skip
-    model = {
-        "name": "default", "d_model": 32, "vocab_size": 61, "n_layers": 2, "block": block,
-        "lm_head": {"name": "default", "bias": False, "layer_norm": norm},
-    }  # fmt: skip
-    optimizer = {"_CLASS_": "olmo_core.optim.adamw.SkipStepAdamWConfig"}
-    scheduler = {"_CLASS_": "olmo_core.optim.scheduler.WSD", "warmup_fraction": 0.1, "decay": 4, "decay_min_lr": 1e-4}
-    module = {
-        "max_sequence_length": 24, "max_grad_norm": 0.5, "optim": optimizer, "scheduler": scheduler,
-        "z_loss_multiplier": 1e-5,
-    }  # fmt: skip
-    fields = {"model": model, "train_module": module}
+    """The configuration that lies beside a checkpoint, with other values at some paths."""
+    fields: dict[str, Any] = yaml.safe_load(OTHERS)["olmo config"]
     for path, value in changes.items():
         *parents, last = path.split(".")
-        place: Any = fields
-        for name in parents:
-            place = place[name]
-        place[last] = value
+        functools.reduce(operator.getitem, parents, fields)[last] = value
     return fields
 
 
