@@ -24,8 +24,7 @@ def test_devices_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert devices_of(resources) == devices
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    assert devices_of("neuron:trn2:16") == 128
-    assert devices_of("neuron:trn1:16") == 32
+    assert (devices_of("neuron:trn2:16"), devices_of("neuron:trn1:16")) == (128, 32)
 
 
 def test_words_and_jobs_of_slurm_are_read() -> None:

@@ -48,8 +48,7 @@ def test_a_job_asks_for_the_accelerators_of_the_partition(monkeypatch: pytest.Mo
 
 
 def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> None:
-    assert ranks_per_node(3, 1, 2, "gpu:8") == 3
-    assert ranks_per_node(None, 1, 2, "gpu:h100:8") == 8
+    assert (ranks_per_node(3, 1, 2, "gpu:8"), ranks_per_node(None, 1, 2, "gpu:h100:8")) == (3, 8)
     assert ranks_per_node(None, 1, 2, "neuron:trn1:16") == 32
     assert ranks_per_node(None, 4, 2, None) == 2
     with pytest.raises(ConfigError, match=r"launch\.ranks_per_node must be set, .*\(2 ranks\) cannot be cut into 3"):

@@ -66,8 +66,7 @@ def test_pruning_loses_no_layout() -> None:
                     break
     expected.sort()
     result = search_layouts(config, on, best=1000, fixed=fixed)
-    assert result.valid == number
-    assert result.refused == refused
+    assert (result.valid, result.refused) == (number, refused)
     assert [(plan.time.total, plan.text()) for plan in result.plans] == [(time, text) for time, _, text in expected]
     assert len(result.plans) + sum(result.too_large.values()) == result.valid
     few = search_layouts(config, on, best=5, fixed=fixed)

@@ -1,7 +1,5 @@
 """What `evaluate` and `generate` take from the folder that they are given, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

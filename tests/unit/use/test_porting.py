@@ -115,8 +115,7 @@ GPT = (
 def test_several_flags_of_megatron_say_the_family(family: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"{GPT}{FAMILIES[family]}\n", encoding="utf-8")
     made = recipe_of(str(tmp_path / "run.sh"))
-    assert made.problems == []
-    assert made.sections["model"]["family"] == family
+    assert (made.problems, made.sections["model"]["family"]) == ([], family)
     dropout = [row for row in made.rows if row.name == "hidden_dropout"]
     # A default that has no counterpart in the family is told.
     if "--hidden-dropout" not in FAMILIES[family]:
@@ -311,8 +310,7 @@ def test_the_warmup_of_axolotl(lines: str, beside: list[str], warmup: int, other
     file = others / "axolotl.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace("max_steps: 5000", lines), encoding="utf-8")
     made = recipe_of(str(file), [f"model.config={others / 'model'}", *beside])
-    assert made.problems == []
-    assert made.sections["optimizer"].get("warmup_steps", 0) == warmup
+    assert (made.problems, made.sections["optimizer"].get("warmup_steps", 0)) == ([], warmup)
 
 
 def test_the_warmup_of_litgpt(others: Path) -> None:
@@ -369,8 +367,7 @@ def test_a_command_line_counts_before_its_toml(others: Path, cli: CommandLine, m
         encoding="utf-8",
     )
     made = recipe_of(str(script))
-    assert made.problems == []
-    assert made.sections["train"]["steps"] == 5000
+    assert (made.problems, made.sections["train"]["steps"]) == ([], 5000)
     assert made.sections["parallel"]["tensor"] == 2
     assert (made.sections["model"]["hidden_size"], made.sections["optimizer"]["lr"]) == (4096, 3e-4)
     reasons = {row.name: row.reason for row in made.rows}

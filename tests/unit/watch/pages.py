@@ -1,7 +1,5 @@
 """Pages of `shardwise report` as a reader and a browser see them, and runs with changed events."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reading of files that grow, are cut, are replaced, or end in half a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

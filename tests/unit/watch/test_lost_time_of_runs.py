@@ -1,7 +1,5 @@
 """Where the time of a run went, counted by hand."""
 
-from __future__ import annotations
-
 import math
 from signal import SIGINT, SIGTERM
 from typing import Any

@@ -171,8 +171,7 @@ def test_fault_21_a_run_that_cannot_be_read_is_a_row(cli: CommandLine) -> None:
     Path(f"runs/{LONG}/config.yaml").write_text("&a [*a]")
     out, err = cli("ls")
     rows = {line.split()[0]: line.split()[1:] for line in out.split("\n\n")[1].splitlines()}
-    assert rows["failed"][0] == "unreadable"
-    assert rows["done"][:2] == ["finished", "20/20"]
+    assert (rows["failed"][0], rows["done"][:2]) == ("unreadable", ["finished", "20/20"])
     assert LONG in rows
     assert len(err.splitlines()) == 2
     assert f"runs/{LONG}/config.yaml is damaged: it must have at most 64 levels" in err

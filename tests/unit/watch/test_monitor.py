@@ -1,7 +1,5 @@
 """`shardwise monitor`: its JSON, its metrics for Prometheus, its end, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -53,8 +51,7 @@ def test_once_tells_every_field_that_the_page_names(cli: CommandLine) -> None:
     }  # fmt: skip
     assert (found["starts"], found["lost_steps"], found["warnings"]) == (2, 7, 2)
     assert found["straggler"] == {"rank": 3, "relative": 2.0, "own": 2.0}
-    assert found["train"]["loss"] == found["loss"]
-    assert found["eval"]["step"] == 30
+    assert (found["train"]["loss"], found["eval"]["step"]) == (found["loss"], 30)
     assert [rank["relative"] for rank in found["ranks"]] == [1, 1, 1, 2, 1, 1, 1, 1]
     assert [node["ranks"] for node in found["nodes"]] == [4, 4]
     # And the fields are those of schema 1: to rename or to remove one, or to change its meaning, asks for schema 2.
@@ -71,8 +68,7 @@ def test_an_object_each_interval_until_a_signal() -> None:
             assert first["time"] < second["time"]
             process.send_signal(number)
             process.stdout.read()
-            assert process.wait(20) == 0
-            assert process.stderr.read() == ""
+            assert (process.wait(20), process.stderr.read()) == (0, "")
 
 
 def test_prometheus_until_a_signal(cli: CommandLine) -> None:

@@ -1,7 +1,5 @@
 """What a run's folder tells: its steps, its ranks, its state; from old, damaged and unreadable folders too."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

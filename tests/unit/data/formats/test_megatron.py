@@ -34,8 +34,7 @@ def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     assert isinstance(data, _PreparedDocuments)
     assert data.tokenizer_path is None
     assert (data.count("train"), data.count("eval"), data.count("test")) == (380, 20, 0)
-    assert data.beginning("eval", 3) == [38, 38, 38]
-    assert data.beginning("test", 3) == []
+    assert (data.beginning("eval", 3), data.beginning("test", 3)) == ([38, 38, 38], [])
     assert data.summary == f"{prefix}{ending}: 800 B, 40 documents, 380 training and 20 evaluation tokens"
     assert not (tmp_path / "cache").exists(), "nothing is copied"
 

@@ -29,8 +29,7 @@ def texts(data: PreparedData, part: str) -> list[list[str]]:
     """The sentences of each document, decoded."""
     tokenizer, found = Tokenizer.load(data.tokenizer_path), data.sentences[part]
     tokens = data.tokens["train"] if part == "train" else data.tokens["eval"]
-    assert found.bounds[-1] == len(tokens)
-    assert found.documents[-1] == len(found.bounds) - 1
+    assert (found.bounds[-1], found.documents[-1]) == (len(tokens), len(found.bounds) - 1)
     pieces = [tokenizer.decode(tokens[a:b]) for a, b in zip(found.bounds, found.bounds[1:], strict=False)]
     return [pieces[a:b] for a, b in zip(found.documents, found.documents[1:], strict=False)]
 

@@ -1,7 +1,5 @@
 """Files of token ids, as their makers wrote them: every token once, in order, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -145,8 +145,7 @@ def test_every_epoch_has_each_conversation_once_in_other_packs() -> None:
 def test_a_long_conversation_is_cut_and_one_without_a_target_left_out() -> None:
     bounds = np.array([0, 30, 34, 60])
     data = Conversations(np.arange(1, 61, dtype=np.int32), bounds, np.array([[5, 8], [15, 30], [32, 34], [55, 60]]))
-    assert data.usable(10).tolist() == [0, 1]
-    assert data.usable(21).tolist() == [0, 1, 2]
+    assert (data.usable(10).tolist(), data.usable(21).tolist()) == ([0, 1], [0, 1, 2])
     ids, targets = data.targets(0, 10)
     assert ids.tolist() == list(range(1, 11))
     assert targets.tolist() == [IGNORE] * 4 + [6, 7, 8] + [IGNORE] * 3

@@ -265,8 +265,7 @@ def test_the_chunks_of_a_document_are_its_tokens_each_once(documents: list[list[
     index = ChunkIndex(sentences, room)
     found = index.find(np.arange(index.num_chunks))
     ends = sentences.bounds[sentences.documents[1:]].tolist()
-    assert found.start[0] == 0
-    assert found.end[-1] == ends[-1]
+    assert (found.start[0], found.end[-1]) == (0, ends[-1])
     assert (found.end[:-1] == found.start[1:]).all()
     assert (found.end > found.start).all()
     assert (found.end - found.start < 2 * room).all()

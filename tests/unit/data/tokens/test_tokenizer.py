@@ -71,8 +71,7 @@ def test_any_text_survives_a_round_trip_here_and_in_transformers(tmp_path: Path)
     ours = train_tokenizer(TEXT, 300, "text")
     ours.save(tmp_path)
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs.eos_token == END_OF_DOCUMENT
-    assert theirs.eos_token_id == ours.end_of_document_id
+    assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_DOCUMENT, ours.end_of_document_id)
     assert len(theirs) == ours.vocab_size == 300
     for text in (*TEXT, STRANGE):
         ids = ours.encode(text)

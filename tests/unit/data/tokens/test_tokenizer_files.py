@@ -118,8 +118,7 @@ def test_gpt2_files(tmp_path: Path) -> None:
     folder, trained = gpt2_files(tmp_path / "own"), train_tokenizer(TEXT, 300, "text")
     for path in (folder, folder / "vocab.json", folder / "merges.txt"):
         tokenizer = open_user_tokenizer(str(path), 300)
-        assert tokenizer.end_of_document == END_OF_DOCUMENT
-        assert tokenizer.vocab_size == 300
+        assert (tokenizer.end_of_document, tokenizer.vocab_size) == (END_OF_DOCUMENT, 300)
         same_as(tokenizer, lambda text: trained.encode(text).tolist())
         assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in STRANGE)
         assert tokenizer.encode(f"a{END_OF_DOCUMENT}").tolist()[-1] == tokenizer.end_of_document_id

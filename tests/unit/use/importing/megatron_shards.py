@@ -4,8 +4,6 @@ Layouts: megatron/core/transformer/attention.py (`get_query_key_value_tensors`),
 output), training/checkpointing.py (names of files, and `fix_query_key_value_ordering` of the old versions).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle
@@ -290,8 +288,6 @@ def llama_args(model: Any, **changes: Any) -> argparse.Namespace:
         | changes
     )  # fmt: skip
 
-
-# ---- torch_dist
 
 ORDERS = {
     "core": ("input", "proj", "qkv", "post", "fc1", "fc2", "router", *_OF_EXPERTS),

@@ -6,8 +6,6 @@ has the queries apart where key/value heads are fewer), and PyTorch Lightning's 
 layer are cut as Megatron-LM cuts them.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ scripts); of BERT examples/training/tp_dp_bert_hf_pretrain, which cuts the atten
 test/integration/parallel_layers/test_bert_pretraining.py, which cuts the padded vocabulary too.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

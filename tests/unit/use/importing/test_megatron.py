@@ -91,9 +91,6 @@ def test_objects_of_megatron_itself_are_left_aside(tmp_path: Path) -> None:
     assert_same_model(open_megatron(folder, VOCABULARY), model, tmp_path)
 
 
-# ---- what is refused
-
-
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], name: str = "mp_rank_01") -> None:
     changed(folder / "iter_0000100" / name / "model_optim_rng.pt", change)
 

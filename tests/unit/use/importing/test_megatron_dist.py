@@ -196,9 +196,6 @@ def test_the_command_writes_a_run_that_goes_on(tmp_path: Path, cli: CommandLine)
     assert (tmp_path / "run" / "checkpoints" / "step-00000100").is_dir()
 
 
-# ---- what is refused
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dist(tmp_path_factory.mktemp("written"), "llama")

@@ -63,9 +63,6 @@ def test_bert(tmp_path: Path, tp: int, xser: bool, old: bool, vocabulary_cut: bo
     check(tmp_path, save("bert", tmp_path / "saved"), tp=tp, xser=xser, old=old, vocabulary_cut=vocabulary_cut)
 
 
-# ---- what is refused
-
-
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     model = save("llama", tmp_path / "saved", vocab_size=64)

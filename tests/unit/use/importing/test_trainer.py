@@ -1,7 +1,5 @@
 """Progress that a Hugging Face Trainer saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
