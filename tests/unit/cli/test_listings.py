@@ -11,13 +11,10 @@ from shardwise.config import load_config, recipe_names, recipe_text
 from tests.command_line import CommandLine
 
 
-def test_the_list_says_what_each_is_for(cli: CommandLine) -> None:
+def test_recipes_are_listed_and_copied_once(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = cli("recipes").out.splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
     assert all(len(line.split()) > 5 for line in lines)
-
-
-def test_a_recipe_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.chdir(tmp_path)
     said = cli("recipes", "quickstart", "--write", "mine.yaml").out
     assert said == "wrote mine.yaml; train it with: shardwise train mine.yaml\n"

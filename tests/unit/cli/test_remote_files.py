@@ -63,7 +63,7 @@ def test_a_transfer_that_breaks_off_leaves_nothing(failure: str, server: Server,
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
 
 
-def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
+def test_the_digest_is_checked_and_another_file_is_kept(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "data.bin"
     with pytest.raises(ConfigError) as caught:
         get(server.url, target, "0" * 64)
@@ -72,9 +72,6 @@ def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
         "changed on its way"
     ]
     assert [path.name for path in tmp_path.iterdir()] == [".data.bin.lock"], "what is wrong is kept"
-
-
-def test_another_file_is_not_overwritten(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "data.bin"
     target.write_text("mine")
     with pytest.raises(ConfigError, match=r"data.bin is there, and its size .* replace it by --force"):

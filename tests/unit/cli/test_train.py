@@ -80,13 +80,10 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, cli: CommandLine) 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_shows_every_key_on_request(cli: CommandLine) -> None:
+def test_a_dry_run_shows_every_key_and_refuses_a_folder(cli: CommandLine, tmp_path: Path) -> None:
     text = dry(cli, "--full").out
     assert parse_yaml(text, "dry run") == load_config("llama2-tiny").recorded()
     assert "--full must go with --dry-run" in cli.refused("train", "llama2-tiny", "--full")
-
-
-def test_a_dry_run_refuses_a_folder_that_a_run_could_not_make(tmp_path: Path, cli: CommandLine) -> None:
     (tmp_path / "file").touch()
     run = tmp_path / "file/run"
     said = dry(cli, "--run-dir", run, code=2).err

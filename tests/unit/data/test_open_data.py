@@ -129,8 +129,11 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
         assert seen.rows[:2] == [("data", f"wikitext: {said}"), ("tokenizer", f"gpt2: {said}")]
 
 
-def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
-    """The numbers of a dry run are of use before there are data."""
+def test_what_cannot_be_read_is_refused_in_the_words_of_the_run(at: Path) -> None:
+    for data, text in REFUSED:
+        (problem,) = look(**data).problems
+        assert text in problem
+    # The numbers of a dry run are of use before there are data.
     assert look() == DataPreview([("data", "none is named: a run needs data.path, data.blend or data.dataset")], [])
     assert look(tokenizer="tokenizer").rows[1][1] == "tokenizer: 257 tokens, of model.vocab_size (300)"
     (problem,) = look(tokenizer="./nowhere").problems
@@ -141,13 +144,7 @@ def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
         prepare_data(config(), at)
 
 
-def test_what_cannot_be_read_is_refused_in_the_words_of_the_run(at: Path) -> None:
-    for data, text in REFUSED:
-        (problem,) = look(**data).problems
-        assert text in problem
-
-
-def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
+def test_a_vocabulary_that_does_not_fit_the_model(at: Path) -> None:
     (problem,) = look(vocab_size=200, path="texts", tokenizer="tokenizer").problems
     assert problem == (
         "the vocabulary of data.tokenizer tokenizer (257) must be at most model.vocab_size (200): set "
@@ -158,9 +155,6 @@ def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
     row = look(path="texts", tokenizer="tokenizer").rows[1]
     assert row == ("tokenizer", "tokenizer: 257 tokens, of model.vocab_size (300)")
     assert len(look(path="nowhere", tokenizer="nowhere.json").problems) == 2, "all is reported at once"
-
-
-def test_rows_that_no_token_uses_are_told(at: Path) -> None:
     for rows, share in ((285, None), (600, "57%")):
         told = [text for _, text in look(vocab_size=rows, path="texts", tokenizer="tokenizer").rows]
         unused = [text for text in told if text.startswith("the tokenizer has 257 tokens, so that ")]

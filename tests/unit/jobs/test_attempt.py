@@ -65,12 +65,15 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [record.getMessage() for record in errors]
 
 
-def test_launchers_that_end_well_end_the_attempt(tmp_path: Path) -> None:
+def test_launchers_end_well_or_are_named_with_their_log(tmp_path: Path) -> None:
     outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=0))
     assert (outcome.failure, outcome.lost, outcome.stopped) == (None, (), None)
     assert outcome.until_joined is not None
     stop = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=0, stopped=["saved", None][number]))
     assert (stop.failure, stop.stopped) == (None, "saved")
+    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=number, log=["", "text"][number]))
+    assert outcome.failure == Failure(0, "a launcher failed; its log is in logs/launcher-n1.log", 1)
+    assert outcome.logs == {"n1": "text"}
 
 
 def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path: Path) -> None:
@@ -84,12 +87,6 @@ def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path
         outcome = watched(tmp_path, lambda attempt, number, ends=ends: joined(number, attempt, **ends[number]))
         assert outcome.failure == failure
         assert outcome.lost == ()
-
-
-def test_a_launcher_that_fails_without_a_reason_is_named_with_its_log(tmp_path: Path) -> None:
-    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=number, log=["", "text"][number]))
-    assert outcome.failure == Failure(0, "a launcher failed; its log is in logs/launcher-n1.log", 1)
-    assert outcome.logs == {"n1": "text"}
 
 
 def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:

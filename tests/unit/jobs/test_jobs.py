@@ -100,7 +100,7 @@ def crash(step: int, checkpoint: int = 0, text: str = CRASH.text, rank: int = 3)
     return replace(CRASH, step=step, checkpoint=checkpoint, text=text, rank=rank)
 
 
-def test_a_crash_is_counted_until_a_newer_state() -> None:
+def test_crashes_are_counted_and_what_slurm_ends_is_not() -> None:
     assert decide([crash(5)], 2).why == "restart 1 of 2 (launch.max_restarts)"
     assert decide([crash(5), crash(6)], 2).starts_again
     refused = decide([crash(5), crash(6), crash(7)], 2)
@@ -112,9 +112,6 @@ def test_a_crash_is_counted_until_a_newer_state() -> None:
     assert decide(continued, 1).why == "restart 1 of 1 (launch.max_restarts)"
     starts_again = decide([replace(ending, first_step=3) for ending in continued], 1)
     assert starts_again.why.endswith("3 restarts since the state of step 3 was kept exceed launch.max_restarts (1)")
-
-
-def test_what_slurm_ends_is_not_counted() -> None:
     for how in ("preempted", "ended by SLURM"):
         assert decide([replace(CRASH, how=how)] * 50, 0).starts_again, how
     for how in ("time limit", "lost node"):
@@ -122,7 +119,7 @@ def test_what_slurm_ends_is_not_counted() -> None:
         assert not decide([replace(CRASH, how=how)] * 2, 1).starts_again, f"{how} is counted: it may come for ever"
 
 
-def test_what_another_start_would_meet_again_is_not_started() -> None:
+def test_the_same_failure_ends_the_job() -> None:
     for crashed, why in (
         (replace(CRASH, exit_code=2, text="data.path (x) must be there"), "its input must be corrected first"),
         (crash(5, text="step 6: the loss (nan) and the gradient norm (1) must be finite"), "the same loss"),
@@ -130,9 +127,6 @@ def test_what_another_start_would_meet_again_is_not_started() -> None:
         decision = decide([crashed], 100)
         assert not decision.starts_again
         assert why in decision.why
-
-
-def test_the_same_failure_twice_at_the_same_step_ends_the_job() -> None:
     other_process = CRASH.text.replace("b.log", "c.log").replace("rank 1", "rank 0")
     assert not decide([crash(5), crash(5, text=other_process)], 100).starts_again
     for other in (crash(6), crash(5, rank=2), crash(5, text="rank 3 failed: RuntimeError: no such kernel")):

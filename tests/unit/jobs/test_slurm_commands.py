@@ -66,16 +66,13 @@ def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence
     return asked
 
 
-def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_fails_or_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_commands, "_REQUEUE_PAUSE", 0)
     asked = answers(monkeypatch, None, "slurm_requeue error: Unable to contact slurm controller", "")
     assert slurm_commands.requeue("7") is None
     assert len(asked) == 3
     answers(monkeypatch, *["scontrol: error: Job is pending"] * 6)
     assert slurm_commands.requeue("7") == "Job is pending"
-
-
-def test_a_failure_is_told_in_slurms_words_and_silence_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, *["slurm: error: Unable to contact slurm controller"] * 2)
     with pytest.raises(RunError, match=r"cannot reach SLURM \(squeue: Unable to contact slurm controller\)"):
         slurm_commands.jobs()
@@ -86,7 +83,7 @@ def test_a_failure_is_told_in_slurms_words_and_silence_ends_no_job(monkeypatch: 
     assert slurm_commands._end_of_time_limit("7") is None
 
 
-def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it a time limit would be taken for a preemption, which is not counted."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     asked = answers(monkeypatch, "1-00:10:00\n", "UNLIMITED\n")
@@ -94,9 +91,6 @@ def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatc
     assert ends == pytest.approx(time.time() + 87_000, abs=60)
     assert "--jobs=7" in asked[0]
     assert allocation(variables).ends is None
-
-
-def test_an_allocation_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_commands, "_end_of_time_limit", lambda _job: None)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[2-4]"}
     here = allocation({**variables, "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": "1000"})

@@ -47,15 +47,12 @@ def test_a_job_asks_for_the_accelerators_of_the_partition(monkeypatch: pytest.Mo
     assert reserved(launch("launch.partition=gpu")) is None, "where SLURM is not at hand nothing is known"
 
 
-def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> None:
+def test_ranks_of_a_node() -> None:
     assert (ranks_per_node(3, 1, 2, "gpu:8"), ranks_per_node(None, 1, 2, "gpu:h100:8")) == (3, 8)
     assert ranks_per_node(None, 1, 2, "neuron:trn1:16") == 32
     assert ranks_per_node(None, 4, 2, None) == 2
     with pytest.raises(ConfigError, match=r"launch\.ranks_per_node must be set, .*\(2 ranks\) cannot be cut into 3"):
         ranks_per_node(None, 2, 3, None)
-
-
-def test_devices_that_cannot_be_counted_divided_or_are_too_few_are_refused() -> None:
     for given, gres, says in (
         (None, "neuron:1.5", r"launch\.gres \(neuron:1\.5\) must name a whole number of devices"),
         (None, "gpu:", r"launch\.gres \(gpu:\) must name a whole number of devices, such as gpu:8 or neuron:trn2:16"),

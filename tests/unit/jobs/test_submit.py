@@ -39,13 +39,10 @@ def made() -> list[str]:
     return [path.name for path in Path("runs").iterdir()] if Path("runs").exists() else []
 
 
-def test_who_does_not_want_it_is_left_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_is_left_without_a_job(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr("builtins.input", lambda _question: "n")
     assert main(TWO) == 0
     assert made() == []
-
-
-def test_data_that_are_not_there_are_told_before_the_job_waits(cli: CommandLine) -> None:
     wrong = with_path("nowhere")
     assert "nowhere" in cli.refused(*wrong, "-y")
     assert made() == []
@@ -55,7 +52,7 @@ def test_data_that_are_not_there_are_told_before_the_job_waits(cli: CommandLine)
     assert re.search(r"^memory +.* on CPUs; --device h100:8 sizes it for GPUs$", out, re.M)
 
 
-def test_a_pipeline_on_chips_of_aws_is_warned_of_once(cli: CommandLine) -> None:
+def test_pipelines_on_chips_of_aws_and_resumes_are_told(cli: CommandLine) -> None:
     """Their library of April 2026 has no messages from rank to rank."""
 
     def warned(*options: str, stages: int = 2) -> int:
@@ -67,8 +64,6 @@ def test_a_pipeline_on_chips_of_aws_is_warned_of_once(cli: CommandLine) -> None:
     assert warned("--gres", "neuron:4", "--device", "trn2:16") == 1
     assert warned("--gres", "neuron:4", stages=1) == warned("--gres", "gpu:h100:8", "--device", "h100:8") == 0
 
-
-def test_what_a_failed_job_resumes_from_is_told(cli: CommandLine) -> None:
     def told(*keys: str) -> str:
         return next((line for line in dry(cli, *keys).splitlines() if line.startswith("resumes ")), "")
 

@@ -70,7 +70,7 @@ def test_a_file_may_have_a_price_and_rates_of_fp8(load: Callable[[str], Device])
     assert device.fp8_backward_share == 0.9
 
 
-def test_several_nodes_need_a_network(load: Callable[[str], Device], tmp_path: Path) -> None:
+def test_clusters_have_a_known_device_and_a_network(load: Callable[[str], Device], tmp_path: Path) -> None:
     alone = "\n".join(line for line in OWN.splitlines() if not line.startswith("network"))
     assert "network" not in changed_device_text(load(alone), {}, "measured")
     device = str(tmp_path / "ours.yaml:8")
@@ -78,6 +78,14 @@ def test_several_nodes_need_a_network(load: Callable[[str], Device], tmp_path: P
     refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: add to its device"
     with pytest.raises(ConfigError, match=refused):
         parse_cluster(device, 2)
+    nearest = r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
+    with pytest.raises(ConfigError, match=nearest):
+        parse_cluster("h10:8", 2)
+    with pytest.raises(ConfigError, match="at least one device"):
+        parse_cluster("h100:8", 0)
+    with pytest.raises(ConfigError, match="must name a device"):
+        parse_cluster("")
+    assert (parse_cluster("a100", 2).world, parse_cluster("a100:4", 2).world) == (16, 8)
 
 
 def test_a_base_gives_the_figures_that_a_file_leaves_out(load: Callable[[str], Device]) -> None:
@@ -134,14 +142,3 @@ def test_impossible_figures_are_refused(load: Callable[[str], Device]) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load(text)
-
-
-def test_unknown_device_names_the_nearest() -> None:
-    nearest = r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
-    with pytest.raises(ConfigError, match=nearest):
-        parse_cluster("h10:8", 2)
-    with pytest.raises(ConfigError, match="at least one device"):
-        parse_cluster("h100:8", 0)
-    with pytest.raises(ConfigError, match="must name a device"):
-        parse_cluster("")
-    assert (parse_cluster("a100", 2).world, parse_cluster("a100:4", 2).world) == (16, 8)

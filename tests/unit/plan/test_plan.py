@@ -338,7 +338,7 @@ def test_a_batch_that_no_layout_divides_is_told_with_what_it_must_be(cli: Comman
     )
 
 
-def test_a_price_for_each_device_or_one_for_all(cli: CommandLine) -> None:
+def test_prices_of_devices_and_of_the_recipe(cli: CommandLine) -> None:
     small = [*SMALL, "--device", "h100:8,b200:8"]
     for price, each in (("2.50 USD,5.00USD", [2.5, 5.0]), ("4 usd", [4.0, 4.0])):
         plans = cli.facts(*small, "--price", price)["devices"].values()
@@ -346,17 +346,7 @@ def test_a_price_for_each_device_or_one_for_all(cli: CommandLine) -> None:
         assert {plan["currency"] for plan in plans} == {"USD"}
     said = cli.refused(*small, "--price", "2.50 USD,5.00 EUR")
     assert "--price (EUR and USD) must have one currency for all devices" in said
-
-
-@pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])
-def test_a_chip_is_paid_as_a_whole(per_node: int, chips: int) -> None:
-    device = replace(load_device("trn2"), price=Price.of("2 USD/chip", "--price"))
-    machines = replace(parse_cluster("trn2", 3), device=device, per_node=per_node)
-    assert (machines.priced_units, machines.price_per_hour) == (3 * chips, 6 * chips)
-
-
-def test_a_price_of_the_recipe_is_that_of_one_device_alone(cli: CommandLine) -> None:
-    """Other devices that are compared have other prices; `--price` replaces it."""
+    # Other devices that are compared have other prices; `--price` replaces it.
     small = [*SMALL, "log.price=2.50 USD", "--json"]
     for device, more, each in (("h100:8", [], 2.5), ("h100:8", ["--price", "3 EUR"], 3.0), ("h100:8,b200:8", [], None)):
         found = json.loads(cli(*small, "--device", device, *more).out)
@@ -364,3 +354,10 @@ def test_a_price_of_the_recipe_is_that_of_one_device_alone(cli: CommandLine) -> 
         assert [plan.get("cost") and plan["cost"] / plan["device_hours"] for plan in plans] == pytest.approx(
             [each] * len(plans)
         )
+
+
+@pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])
+def test_a_chip_is_paid_as_a_whole(per_node: int, chips: int) -> None:
+    device = replace(load_device("trn2"), price=Price.of("2 USD/chip", "--price"))
+    machines = replace(parse_cluster("trn2", 3), device=device, per_node=per_node)
+    assert (machines.priced_units, machines.price_per_hour) == (3 * chips, 6 * chips)

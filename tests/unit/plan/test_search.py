@@ -138,7 +138,7 @@ def config(stage: str, *keys: str) -> Config:
     return load_config("llama3-tiny", ["model.max_position_embeddings=2048", f"data.stages=[{stage}]", *keys])
 
 
-def test_with_all_micro_batches_kept_the_stage_with_most_of_them_needs_most() -> None:
+def test_the_neediest_stage_and_the_time_of_all_stages() -> None:
     stage = "{at: 10, sequence_length: 128, global_batch: 8, micro_batch: 8}"
     run = config(stage, "parallel.pipeline=2", "parallel.schedule=gpipe", "train.global_batch=512")
     layout = check_layout(run, 2)
@@ -147,9 +147,6 @@ def test_with_all_micro_batches_kept_the_stage_with_most_of_them_needs_most() ->
     assert memory[0].total > 2 * memory[1].total
     assert largest_size_stage(run) == stages[1]
     assert neediest_stage(stages, layout) is stages[0]
-
-
-def test_the_time_of_a_run_is_that_of_the_steps_of_each_stage() -> None:
     run = config(
         "{at: 18, sequence_length: 2048, global_batch: 8, micro_batch: 1}", "train.global_batch=256", "train.steps=20"
     )

@@ -97,7 +97,7 @@ def pieces(*merges: str, tokens: tuple[str, ...] = ("a", "b", "c", "ab", "abc"))
     return {"model": model, "added_tokens": [], "normalizer": normalizer, "pre_tokenizer": None}
 
 
-def test_a_tokenizer_of_our_own(own: dict[str, Any]) -> None:
+def test_tokenizers_of_our_own_and_of_pieces(own: dict[str, Any]) -> None:
     written = gguf_vocabulary(own, 270)
     assert (written.model, written.pre, written.notes) == ("gpt2", "gpt-2", ())
     assert (written.tokens[0], written.types[0], written.types[1]) == ("<|endoftext|>", CONTROL, NORMAL)
@@ -106,9 +106,6 @@ def test_a_tokenizer_of_our_own(own: dict[str, Any]) -> None:
     assert gguf_vocabulary(own | {"normalizer": {"type": "NFC"}}, 270).notes == (
         "llama.cpp does not bring text into Unicode's form NFC, as this tokenizer does",
     )
-
-
-def test_pieces_have_scores() -> None:
     written = gguf_vocabulary(pieces("a b", "ab c"), 270)
     assert (written.model, written.has_space_prefix) == ("llama", True)
     assert [written.types[number] for number in (0, 1, 256, 257)] == [UNKNOWN, BYTE, BYTE, NORMAL]

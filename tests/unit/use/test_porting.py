@@ -89,7 +89,7 @@ def test_a_table_says_what_became_of_each_setting(others: Path, cli: CommandLine
     assert "TP 2" in cli("train", target, *overrides, "--nproc", "8", "--dry-run").out
 
 
-def test_what_is_missing_is_told_with_the_command_that_gives_it(others: Path, cli: CommandLine) -> None:
+def test_what_is_missing_or_misspelt_is_told(others: Path, cli: CommandLine) -> None:
     file = str(others / "deepspeed.json")
     assert cli.refused("recipes", "--from", file, "--write", others / "my.yaml") == (
         "shardwise: 3 errors\n- model is missing (what is trained)\n"
@@ -101,6 +101,9 @@ def test_what_is_missing_is_told_with_the_command_that_gives_it(others: Path, cl
     said = cli("recipes", "--from", file, f"model.config={others / 'model'}", "train.sequence_length=64").out
     assert "missing: data; give data.path=YOUR_TEXT.jsonl to `shardwise train`" in said
     assert "# Your own data: data.path=YOUR_TEXT.jsonl\nmodel:\n  config: " in said
+    said = cli.refused("recipes", "--from", others / "megatron.sh", "train.stpes=3")
+    assert "train.stpes: unknown key; did you mean train.steps?" in said
+    assert "give keys beside it" not in said
 
 
 SEVERAL = "must be of one program, and it has settings of Hugging Face's Trainer and Megatron-LM: keep those of one"
@@ -336,12 +339,6 @@ def test_rates_of_nanogpt_are_told() -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (i - 5) / 15)))
         wanted = (i + 1) / 6 if i < 5 else 0.1 + 0.9 * cosine
         assert learning_rate(settings, 25, i + 1) == pytest.approx(1e-3 * wanted, rel=1e-12)
-
-
-def test_a_misspelt_key_is_not_advised(others: Path, cli: CommandLine) -> None:
-    said = cli.refused("recipes", "--from", others / "megatron.sh", "train.stpes=3")
-    assert "train.stpes: unknown key; did you mean train.steps?" in said
-    assert "give keys beside it" not in said
 
 
 @pytest.mark.parametrize(

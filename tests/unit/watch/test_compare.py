@@ -63,14 +63,11 @@ def test_each_form_of_a_curve(name: str) -> None:
     assert read_curve_file(Path(name)) == LOSSES
 
 
-def test_a_resumed_run_counts_as_it_went_on() -> None:
+def test_curves_of_resumed_runs_and_of_tensorboard() -> None:
     first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4)]
     folder = run("resumed", *first, {"event": "resume", "step": 1}, *EVENTS)
     assert read_curve_file(folder) == read_curve_file(folder / "metrics.jsonl") == LOSSES
     assert read_curve_file(run("again", *first, *EVENTS)) == LOSSES, "it began again without a checkpoint"
-
-
-def test_tensorboards_events() -> None:
     for step, loss in LOSSES.items():  # as a run that was started three times
         scalars("events", {"lr": {step: 0.5}, "step loss": {step: loss}, "validation": {step: 8.0}})
     assert read_curve_file(Path("events")) == LOSSES
@@ -168,7 +165,7 @@ def test_bits_of_losses_norms_and_states(
     cli("compare", "a", "b/metrics.jsonl", "--bits", code=int(b[0]["loss"] != 4.0))  # files have losses alone
 
 
-def test_steps_of_one_curve_alone_do_not_count(cli: CommandLine) -> None:
+def test_common_steps_final_losses_and_keys_are_told(cli: CommandLine) -> None:
     Path("golden.csv").write_text("step,loss\n0,9\n2,3\n4,9\n")
     assert cli.facts("compare", "run", "golden.csv") == {
         "a": "run", "b": "golden.csv", "steps": 1, "largest": {"difference": 0.0, "step": 2, "a": 3.0, "b": 3.0},
@@ -176,9 +173,6 @@ def test_steps_of_one_curve_alone_do_not_count(cli: CommandLine) -> None:
         "final": {"a": {"step": 3, "loss": 2.0}, "b": {"step": 4, "loss": 9.0}},
         "keys": None, "grows_from": None, "layouts": None, "failures": {"a": None, "b": None},
     }  # fmt: skip
-
-
-def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(cli: CommandLine) -> None:
     write_run(Path("a"), [Start(0, 12)], mesh=Mesh(2, 1, 1, 1), steps=20)
     write_run(Path("b"), [Start(0, 10)], mesh=Mesh(1, 1, 2, 1), steps=20)
     lines = cli("compare", "a", "b").out.splitlines()

@@ -108,7 +108,7 @@ def test_only_data_sets_of_the_hub_need_the_library(tmp_path: Path, monkeypatch:
         fetch_dataset(DataConfig(dataset="acme/tiny"), None)
 
 
-def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
+def test_splits_must_be_chosen_and_hold_one_kind(tmp_path: Path) -> None:
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, first=(0, 80), second=(80, 100))
     assert failure(path) == (
         f"data.split (95,5) must name the splits of data.path ({path}) to read, it has first and second: such as "
@@ -118,9 +118,6 @@ def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
     assert failure(path, split="train,test").endswith("it has none with names: give weights, such as 95,5")
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     assert failure(tmp_path / "a.txt", split="train,test").endswith("is no data set with splits")
-
-
-def test_a_column_is_text_in_all_splits_or_tokens_in_all(tmp_path: Path) -> None:
     tables = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in (("a", TEXTS), ("b", ROWS))}
     datasets.DatasetDict(tables).save_to_disk(tmp_path / "saved")
     assert failure(tmp_path / "saved", split="a,b") == (

@@ -147,12 +147,18 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     assert damaged.endswith("): it is damaged, copy it again")
 
 
-def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
+def test_another_length_and_a_missing_library_are_told(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.hdf5", arrays(4, length=32))
     assert refusal(config(path), tmp_path / "cache") == (
         f"{path}: the sequences (32 tokens) must have those of train.sequence_length (16): set "
         "train.sequence_length=32, or name other shards (`shardwise explain length-of-shards`)"
     )
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    problem = refusal(config(folder), tmp_path)
+    assert problem.startswith("HDF5 shards need h5py (")
+    assert problem.endswith("): pip install 'shardwise[hdf5]'")
 
 
 @pytest.mark.parametrize(
@@ -176,13 +182,6 @@ def test_a_value_that_no_model_reads_is_named_when_it_is_read(
         batches.global_batch(0, 8)
     assert str(caught.value).startswith(f"{path}: row 6: {text}")
     assert batches.collate(np.arange(5), np.zeros(5, np.int64), np.arange(5)).counts[1] == 5, "the others are read"
-
-
-def test_without_h5py_a_sentence_names_it(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    problem = refusal(config(folder), tmp_path)
-    assert problem.startswith("HDF5 shards need h5py (")
-    assert problem.endswith("): pip install 'shardwise[hdf5]'")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_damaged_sentences_are_prepared_anew(filled: Path, tmp_path: Path) -> No
         assert np.array_equal(second.sentences["train"].bounds, bounds)
 
 
-def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
+def test_special_names_are_text_and_little_text_is_refused(tmp_path: Path) -> None:
     """A text about BERT does not end segments or hide words."""
     words = " ".join(stories()[:40])
     (tmp_path / "a.txt").write_text(words + "Put [SEP] after [MASK] and [CLS].\n", encoding="utf-8")
@@ -105,9 +105,6 @@ def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
     assert texts(data, "train")[0][-1] == "\nPut [SEP] after [MASK] and [CLS]."
     assert len(data.tokens["eval"]) == 0
     assert make_batches(config(300), data, "eval") is None
-
-
-def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(stories()[0], encoding="utf-8")
     chosen = {"path": str(tmp_path / "a.txt")}
     said = refusals(config(262, 2000, 1, **chosen), tmp_path / "cache")

@@ -259,7 +259,7 @@ def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[
     return parts, split.held_out is not None
 
 
-def test_many_documents_are_held_out_whole_and_from_everywhere() -> None:
+def test_documents_are_held_out_whole_and_a_long_one_by_its_end() -> None:
     texts = [[f"document {number}\n" * (number % 7 + 1)] for number in range(400)]
     parts, whole = divided(texts, (95, 5))
     assert whole
@@ -270,9 +270,6 @@ def test_many_documents_are_held_out_whole_and_from_everywhere() -> None:
     assert (divided(texts, (95, 5))[0], divided(texts, (0.95, 0.05))[0]) == (parts, parts)
     held_out = plan_text_split(np.full(1000, 10, dtype=np.int64), (90, 10)).held_out
     assert all(part.any() for part in np.array_split(held_out, 10))
-
-
-def test_one_long_document_gives_its_end_from_the_start_of_a_line() -> None:
     lines = [f"line {number:04d}\n" for number in range(1000)]
     parts, whole = divided([["".join(lines[:300]), "".join(lines[300:])]], (9, 1))
     assert not whole

@@ -146,6 +146,9 @@ def test_rows_that_are_refused(tmp_path: Path) -> None:
     path = lines(tmp_path / "b.jsonl", ROWS)
     assert "data.streaming (true) must be false with data.path" in refused(path, streaming=True, tokenizer="gpt2")
     assert "data.split (train,test) must be weights" in refused(path, split="train,test")
+    config = load_recipe("bert-tiny", data={"path": str(datatrove(tmp_path / "ds", "a.ds", ROWS)), "dataset": None})
+    with pytest.raises(ConfigError, match=r"model\.family \(bert\) must have text, for its pairs of sentences"):
+        prepare_data(config, tmp_path)
 
 
 def datatrove(folder: Path, name: str, rows: Any, tokenizer: str = "Unknown Tokenizer|2", width: int = 2) -> Path:
@@ -266,9 +269,3 @@ def test_a_token_that_no_block_shows_is_found_when_it_is_read(tmp_path: Path, mo
     ids[8_999] = 600
     ids.tofile(tmp_path / "a.npy")
     assert "a.npy: token 8999 (600) must be in 0 … 511" in refused(tmp_path / "a.npy", token_dtype="uint16")
-
-
-def test_pairs_of_sentences_need_text(tmp_path: Path) -> None:
-    config = load_recipe("bert-tiny", data={"path": str(datatrove(tmp_path / "ds", "a.ds", ROWS)), "dataset": None})
-    with pytest.raises(ConfigError, match=r"model\.family \(bert\) must have text, for its pairs of sentences"):
-        prepare_data(config, tmp_path)

@@ -123,7 +123,7 @@ def test_so_do_the_stages_of_a_blend(begin: int, **drawn: int) -> None:
     expect_the_same_at_any_layout(lambda seed: blend(seed, MixtureStage(2, begin, {"a": 1.0})), **drawn)
 
 
-def test_any_part_may_be_asked_for_first(make: Make) -> None:
+def test_any_part_may_be_asked_for_first_and_is_even(make: Make) -> None:
     expected, batches = make(7).global_batch(0, 120), make(7)
     assert [len(part) for part in batches.draw(3, 0)] == [0, 0], "a batch of a mixture may have none of a source"
     for consumed in (100, 40, 0, 60):
@@ -132,6 +132,10 @@ def test_any_part_may_be_asked_for_first(make: Make) -> None:
             assert np.array_equal(array, expected.inputs[name][..., consumed : consumed + 20]), name
     other = make(8).global_batch(0, 120)
     assert not np.array_equal(other.inputs["ids_SB"], expected.inputs["ids_SB"])
+    with pytest.raises(ConfigError, match=r"train\.global_batch \(6\) must be a multiple .* \(2 × 2\)"):
+        make(0).local_batch(0, 6, 0, 2, 2)
+    with pytest.raises(ConfigError, match=r"data-parallel rank \(2\) must be in 0 … 1"):
+        make(0).local_batch(0, 8, 2, 2, 2)
 
 
 @settings(deadline=None, max_examples=10)
@@ -151,13 +155,6 @@ def test_each_sample_is_evaluated(
         expected = np.concatenate([array, blank[name]], axis=-1) if missing else array
         assert np.array_equal(np.concatenate([part.inputs[name] for part in parts], axis=-1), expected), name
     assert sum(part.counts for part in parts).tolist() == samples.counts.tolist()
-
-
-def test_what_cannot_be_cut_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"train\.global_batch \(6\) must be a multiple .* \(2 × 2\)"):
-        make(0).local_batch(0, 6, 0, 2, 2)
-    with pytest.raises(ConfigError, match=r"data-parallel rank \(2\) must be in 0 … 1"):
-        make(0).local_batch(0, 8, 2, 2, 2)
 
 
 NAMES = [f"s{number}" for number in range(40)]
@@ -248,6 +245,11 @@ def test_each_source_has_its_own_order_and_epochs() -> None:
     blend = blended([0.7, 0.3], [14, 600])
     assert blend.epochs(1000) == "s0: 50.00 epochs of 14 samples and s1: 0.50 epochs of 600 samples"
     assert blend.repeated(1000) == {"s0": 50.0, "s1": 0.5}
+    sources = {name: TokenBatches(np.arange(n), 16, seed=1, tail=True) for name, n in (("a", 20), ("b", 24))}
+    blend = BlendedBatches(sources, [MixtureStage(0, 0, {"a": 0.5, "b": 0.5})])
+    (batch,) = blend.eval_batches(1, 6, 0, 1, 6)
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [16, 16, 3, 7, 0, 0]
 
 
 @unhurried
@@ -273,11 +275,3 @@ def test_an_evaluation_goes_through_all_sources(data: st.DataObject) -> None:
     ]
     alike = min(left, default=expected)
     assert [source for source, _ in real[:alike]] == pattern[:alike].tolist()
-
-
-def test_partial_sequences_of_several_sources_keep_their_lengths() -> None:
-    sources = {name: TokenBatches(np.arange(n), 16, seed=1, tail=True) for name, n in (("a", 20), ("b", 24))}
-    blend = BlendedBatches(sources, [MixtureStage(0, 0, {"a": 0.5, "b": 0.5})])
-    (batch,) = blend.eval_batches(1, 6, 0, 1, 6)
-    assert batch.lengths is not None
-    assert batch.lengths.tolist() == [16, 16, 3, 7, 0, 0]

@@ -171,7 +171,7 @@ def test_order_does_not_depend_on_where_a_run_stops(num_samples: int, seed: int,
     assert np.array_equal(np.concatenate(parts), whole)
 
 
-def test_orders_differ_and_are_the_same_on_every_machine() -> None:
+def test_orders_are_even_and_the_same_on_every_machine() -> None:
     first = SampleOrder(1000, 1).indices(0, 3000).reshape(3, 1000)
     other = SampleOrder(1000, 2).indices(0, 1000)
     for a, b in ((first[0], first[1]), (first[1], first[2]), (first[0], other), (first[0], np.arange(1000))):
@@ -182,10 +182,7 @@ def test_orders_differ_and_are_the_same_on_every_machine() -> None:
     assert hashlib.sha256(large.astype("<i8").tobytes()).hexdigest()[:16] == "95027a6a7d7b5e5d"
     values = [0, 1, 2**63, 2**64 - 1]
     assert mix_bits(np.array(values, dtype=np.uint64)).tolist() == [mix_integer(value) for value in values]
-
-
-def test_shuffling_is_even() -> None:
-    """Each sample lands at each position equally often: χ² over 1,000 seeds, 81 degrees of freedom."""
+    # Each sample lands at each position equally often: χ² over 1,000 seeds, 81 degrees of freedom.
     counts = np.zeros((10, 10))
     for seed in range(1000):
         counts[np.arange(10), SampleOrder(10, seed).indices(0, 10)] += 1

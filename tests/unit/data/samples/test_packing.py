@@ -203,12 +203,17 @@ def test_each_token_of_an_epoch_is_read_once_across_a_border(make, lengths: tupl
     assert orders[0] != orders[1]
 
 
-def test_a_source_goes_on_at_the_border_where_it_was() -> None:
+def test_a_source_goes_on_at_a_border_and_long_documents_stay_whole() -> None:
     short, long = blend(8), blend(24)
     for border in (2, 5, 6, 9):
         tokens = Counter(read(short, 0, border, 8) + read(long, border, 18, 24))
         assert max(tokens.values()) == 1
         assert sum(token < 1000 for token in tokens) == 3 * BLOCK, "three of the first six blocks are of a"
+    # Best fit at the shortest length puts the rests of the two long documents into one sample.
+    packs: PackedSamples
+    (packs,) = packed_windows(bounds_of([26, 36, 11, 11, 11]), 10, 8)
+    assert sorted(map(tuple, packs.joined(8).pieces.tolist())) == [(0, 25), (26, 35), (62, 10), (73, 10), (84, 10)]
+    assert packs.facts.samples == 16
 
 
 @settings(max_examples=40, deadline=None)
@@ -232,11 +237,3 @@ def test_packed_blocks_have_each_token_once(lengths: list[int], window: int, num
             assert joined.pieces[begin:end, 1].sum() <= 10 * number
         tokens += [int(start) + place for start, size in joined.pieces.tolist() for place in range(size)]
     assert sorted(tokens) == expected
-
-
-def test_a_long_document_is_whole_in_a_long_sample() -> None:
-    """Best fit at the shortest length puts the rests of the two long documents into one sample."""
-    packs: PackedSamples
-    (packs,) = packed_windows(bounds_of([26, 36, 11, 11, 11]), 10, 8)
-    assert sorted(map(tuple, packs.joined(8).pieces.tolist())) == [(0, 25), (26, 35), (62, 10), (73, 10), (84, 10)]
-    assert packs.facts.samples == 16
