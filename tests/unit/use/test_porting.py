@@ -41,7 +41,7 @@ def others(tmp_path: Path) -> Path:
 
 
 RECORD = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
-RECIPES, SETTINGS, FAMILIES, SCHEDULES = RECORD.values()
+RECIPES, SETTINGS, FAMILIES, SCHEDULES, WARMUPS = RECORD.values()
 LACKS_MODEL = ("run_clm.sh", "training_args.json", "deepspeed.json", "axolotl.yaml", "litgpt.yaml")
 LACKS_LENGTH = ("training_args.json", "deepspeed.json")
 
@@ -294,20 +294,7 @@ def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -
     assert said.endswith(f"train it with: shardwise train {target}\n")
 
 
-@pytest.mark.parametrize(
-    ("lines", "beside", "warmup"),
-    [
-        ("max_steps: 5000", [], 100),
-        ("max_steps: 5000\nwarmup_ratio:", [], 100),
-        ("max_steps: 5000\nwarmup_ratio: 0.1", [], 500),
-        ("max_steps: 33", [], 0),
-        ("max_steps: 34", [], 2),
-        ("max_steps: 100", [], 3),
-        ("max_steps: 5000\nwarmup_steps: 1", [], 2),
-        ("max_steps: 5000", ["train.steps=1000"], 30),
-        ("num_epochs: 3", ["train.steps=1000"], 30),
-    ],
-)
+@pytest.mark.parametrize(("lines", "beside", "warmup"), WARMUPS)
 def test_the_warmup_of_axolotl(lines: str, beside: list[str], warmup: int, others: Path) -> None:
     """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, and 2 for 1."""
     file = others / "axolotl.yaml"

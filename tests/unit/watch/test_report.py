@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
@@ -161,22 +162,8 @@ FACTS = {
 
 
 def test_verdict() -> None:
-    for changes, numbers, sentence in (
-        ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2.0% of the time was lost."),
-        (
-            {"starts": 4, "later_starts_text": "2 restarts, 1 continuation", "useful_seconds": 181.9},
-            {"final_eval_loss": 0.97},
-            "Finished 480 steps in 3 min 02 s at loss 0.9321 (evaluation 0.97); 2 restarts, 1 continuation; "
-            "less than 0.5% of the time was lost.",
-        ),
-        (
-            {"state": "killed", "steps": 1000},
-            {"final_loss": math.nan},
-            "Was killed after 480 of 1,000 steps in 3 min 02 s at loss NaN; no restarts; 2.0% of the time was lost.",
-        ),
-        ({"state": "running", "steps": None, "seconds": None}, {}, "Is running, with 480 steps done at loss 0.9321."),
-        ({"state": "failed", "step": 0, "seconds": None}, {"final_loss": None}, "Failed before the first step."),
-    ):
+    rows = yaml.safe_load(Path(__file__).with_name("verdicts.yaml").read_text(encoding="utf-8"))
+    for changes, numbers, sentence in rows:
         assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
+import yaml
 from tokenizers import models, normalizers, trainers
 
 from shardwise.base.errors import DataError
@@ -303,37 +304,12 @@ def fast_tokenizer(folder: Path, **files: object) -> tuple[Path, int]:
 
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
-LSTRIP = {"lstrip": True}
 NAMED = "the <x> fox<PAD>over <|im_end|> a<two>  <two>b <x><x> dog</s> <image>"
-PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+BESIDE = yaml.safe_load(Path(__file__).with_name("files_beside.yaml").read_text(encoding="utf-8"))
+ADDED, CHECKPOINTS, CONTRADICTIONS = BESIDE.values()
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {
-            "tokenizer_config": {
-                **FAST,
-                "pad_token": "<PAD>",
-                "eos_token": "<|im_end|>",
-                "added_tokens_decoder": {
-                    "101": {"content": "<two>", **PLAIN, "lstrip": True, "special": False},
-                    "100": {"content": "<x>", **PLAIN, "special": True},
-                },
-            },
-            "special_tokens_map": {"pad_token": "<image>"},
-            "added_tokens": {"<two>": 100},
-        },
-        {"tokenizer_config": FAST, "added_tokens": {"<two>": 101, "<x>": 100}},
-        {
-            "tokenizer_config": {**FAST, "pad_token": "<PAD>", "eos_token": "</s>"},
-            "special_tokens_map": {"pad_token": {"content": "<x>", **PLAIN, "rstrip": True}, "eos_token": "<|im_end|>"},
-        },
-        {"tokenizer_config": {**FAST, "additional_special_tokens": ["<x>", "<two>"], "image_token": "<image>"}},
-        {"tokenizer_config": {**FAST, "extra_special_tokens": {"image_token": "<image>"}, "eos_token": "fox"}},
-        {"tokenizer_config": {**FAST, "pad_token": {"__type": "AddedToken", "content": "<PAD>", **PLAIN, **LSTRIP}}},
-    ],
-)
+@pytest.mark.parametrize("files", ADDED)
 def test_fault_12_files_beside_a_tokenizer_add_what_transformers_adds(files: dict[str, Any], tmp_path: Path) -> None:
     folder, size = fast_tokenizer(tmp_path / "own", **files)
     tokenizer = open_user_tokenizer(str(folder), 1 << 20)
@@ -348,14 +324,7 @@ def test_fault_12_files_beside_a_tokenizer_add_what_transformers_adds(files: dic
         assert theirs.eos_token_id in (None, tokenizer.end_of_document_id)
 
 
-@pytest.mark.parametrize(
-    ("files", "model"),
-    [
-        ({"tokenizer_config": {"pad_token": "<PAD>"}}, "gpt2"),
-        ({"added_tokens": {"<x>": 100}}, "bert"),
-        ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizerFast", "pad_token": "<x>"}}, "llama"),
-    ],
-)
+@pytest.mark.parametrize(("files", "model"), CHECKPOINTS)
 def test_fault_12_a_checkpoint_has_the_ids_of_the_training(files: dict[str, Any], model: str, tmp_path: Path) -> None:
     """Whatever class transformers has for the model."""
     folder, _ = fast_tokenizer(tmp_path / "own", **files)
@@ -380,21 +349,7 @@ def test_fault_12_a_vocabulary_has_the_tokens_beside_it(tmp_path: Path) -> None:
     exported(pieces, tmp_path / "exported pieces")
 
 
-@pytest.mark.parametrize(
-    ("files", "told"),
-    [
-        ({"added_tokens": {"<x>": 105}}, r"added_tokens\.json gives '<x>' the id 105, and in the vocabulary it is 100"),
-        (
-            {"tokenizer_config": {"added_tokens_decoder": {"7": {"content": "<x>"}}}},
-            r"tokenizer_config\.json gives '<x>' the id 7, and in the vocabulary it is 100",
-        ),
-        ({"tokenizer_config": {"pad_token": {"content": "<x>", "lstrip": 1}}}, "must give each token as text or with"),
-        (
-            {"tokenizer_config": {**FAST, "pad_token": "<PAD>"}},
-            r"set model\.vocab_size=101, which has room for '<PAD>' \(100\) too",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("files", "told"), CONTRADICTIONS)
 def test_fault_12_files_that_contradict_the_vocabulary(files: dict[str, Any], told: str, tmp_path: Path) -> None:
     folder, size = fast_tokenizer(tmp_path / "own", **files)
     with pytest.raises(DataError, match=told):
