@@ -324,10 +324,8 @@ def test_a_dry_run_tells_where_a_run_goes_on_and_what_changes(cli: CommandLine, 
 @pytest.mark.parametrize("machine", [("nvidia", 1)])
 def test_a_finished_run_says_so(started: list[Launch], cli: CommandLine) -> None:
     stored("old", "llama2-tiny", steps=20)
-    told = (
-        "the run in old is finished: 20 of 20 steps, results in old/results.json; to continue it, raise train.steps\n"
-    )
-    assert cli("train", "llama2-tiny", "--run-dir", "old") == (told, "")
+    told = "the run in old is finished: 20 of 20 steps, results in old/results.json; to continue it, raise train.steps"
+    assert cli("train", "llama2-tiny", "--run-dir", "old") == (f"{told}\n", "")
     assert not started
 
 

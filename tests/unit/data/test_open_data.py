@@ -138,9 +138,7 @@ def test_what_cannot_be_read_is_refused_in_the_words_of_the_run(at: Path) -> Non
     assert look(tokenizer="tokenizer").rows[1][1] == "tokenizer: 257 tokens, of model.vocab_size (300)"
     (problem,) = look(tokenizer="./nowhere").problems
     assert problem.startswith("data.tokenizer (./nowhere) must be a tokenizer's file or folder: there is none")
-    with pytest.raises(
-        ConfigError, match=r"data\.path, data\.blend or data\.dataset must name the data; for a trial: "
-    ):
+    with pytest.raises(ConfigError, match=r"data\.path, data\.blend or data\.dataset must name the data; for a trial"):
         prepare_data(config(), at)
 
 

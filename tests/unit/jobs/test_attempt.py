@@ -35,9 +35,8 @@ def watched(
 ) -> AttemptOutcome:
     """The outcome of an attempt on two nodes of two ranks."""
     heard: list[str] = []
-    watch = AttemptWatch(
-        "127.0.0.1", 2, 2, tmp_path, **{"id": "7.0.0", "silence": 60.0, "heard": heard.append, **options}
-    )
+    options = {"id": "7.0.0", "silence": 60.0, "heard": heard.append, **options}
+    watch = AttemptWatch("127.0.0.1", 2, 2, tmp_path, **options)
     threads: list[threading.Thread] = []
 
     def start(attempt: LauncherFacts) -> tuple[str, ...]:
@@ -142,6 +141,4 @@ def test_nodes_that_do_not_join_are_told(tmp_path: Path) -> None:
     killed = watched(tmp_path, launcher, program=("sh", "-c", "sleep 0.5; kill -9 $$"))
     assert killed.failure.text.startswith("srun was killed by SIGKILL; of 2 nodes")
     silent = watched(tmp_path, launcher, silence=1.5)
-    assert silent.failure.text.startswith(
-        "the launchers of the nodes did not start within 2 s; of 2 nodes, the launcher"
-    )
+    assert silent.failure.text.startswith("the launchers of the nodes did not start within 2 s; of 2 nodes, the ")

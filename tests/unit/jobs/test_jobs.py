@@ -24,9 +24,8 @@ def run(tmp_path: Path) -> Path:
     path = write_run(tmp_path / "run", [Start(0, 25, None)])
     with JsonLines(path / "restarts.jsonl") as file:
         file.write(ending("failed", FIRST, 35.0, 25, KILLED))
-    FailureRecord(stamp(FIRST + 36), KILLED, step=25, checkpoint=20, resume="sbatch run/job.sh").write(
-        RunDirectory(path)
-    )
+    failure = FailureRecord(stamp(FIRST + 36), KILLED, step=25, checkpoint=20, resume="sbatch run/job.sh")
+    failure.write(RunDirectory(path))
     return path
 
 

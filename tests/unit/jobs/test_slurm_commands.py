@@ -32,10 +32,8 @@ def test_words_and_jobs_of_slurm_are_read() -> None:
     assert _own_words(said) == "invalid partition specified: none; Batch job submission failed: Invalid qos"
     assert _own_words("") == "it gives no reason"
     fatal = "squeue: fatal: Could not establish a configuration source\n"
-    assert (
-        _own_words(f"squeue: error: fetch_config: DNS SRV lookup failed\n{fatal}")
-        == "Could not establish a configuration source"
-    )
+    said = f"squeue: error: fetch_config: DNS SRV lookup failed\n{fatal}"
+    assert _own_words(said) == "Could not establish a configuration source"
     line = "7|PENDING|Resources|2||0:00|1-00:00:00|gpu|N/A|2026-11-23T16:00:00|shardwise:/runs/a|b, c"
     job = slurm_commands._job(line)
     assert (job.id, job.state, job.reason, job.nodes, job.starts) == ("7", "PENDING", "Resources", 2, "")

@@ -351,9 +351,8 @@ def test_prices_of_devices_and_of_the_recipe(cli: CommandLine) -> None:
     for device, more, each in (("h100:8", [], 2.5), ("h100:8", ["--price", "3 EUR"], 3.0), ("h100:8,b200:8", [], None)):
         found = json.loads(cli(*small, "--device", device, *more).out)
         plans = found["devices"].values() if "," in device else found["plans"][:1]
-        assert [plan.get("cost") and plan["cost"] / plan["device_hours"] for plan in plans] == pytest.approx(
-            [each] * len(plans)
-        )
+        costs = [plan.get("cost") and plan["cost"] / plan["device_hours"] for plan in plans]
+        assert costs == pytest.approx([each] * len(plans))
 
 
 @pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])

@@ -107,9 +107,8 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     for config, seconds in zip(calibration_trainings(ranks), measured.steps, strict=True):
         time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
         assert time.total == pytest.approx(seconds, rel=0.1), config
-    assert (
-        device.figures["float32_tflops"]["source"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
-    )
+    source = f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
+    assert device.figures["float32_tflops"]["source"] == source
     assert ("assumption" in device.figures["node_link.latency_us"]["source"]) == (ranks == 1)
     if ranks == 2:
         assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)

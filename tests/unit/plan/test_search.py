@@ -125,9 +125,8 @@ def test_a_search_divides_experts_and_loses_no_layout() -> None:
     plans = search_layouts(config, on, best=1000, fixed=fixed).plans
     assert [(plan.time.total, plan.text()) for plan in plans] == sorted(expected)
     assert any("(EP 8)" in plan.text() for plan in plans)
-    only = search_layouts(
-        config.with_keys(parallel={"expert": 4}), on, best=1000, fixed=(*fixed, "parallel.expert")
-    ).plans
+    four = config.with_keys(parallel={"expert": 4})
+    only = search_layouts(four, on, best=1000, fixed=(*fixed, "parallel.expert")).plans
     assert {plan.layout.expert for plan in only} == {4}
 
 
@@ -147,9 +146,8 @@ def test_the_neediest_stage_and_the_time_of_all_stages() -> None:
     assert memory[0].total > 2 * memory[1].total
     assert largest_size_stage(run) == stages[1]
     assert neediest_stage(stages, layout) is stages[0]
-    run = config(
-        "{at: 18, sequence_length: 2048, global_batch: 8, micro_batch: 1}", "train.global_batch=256", "train.steps=20"
-    )
+    stage = "{at: 18, sequence_length: 2048, global_batch: 8, micro_batch: 1}"
+    run = config(stage, "train.global_batch=256", "train.steps=20")
     layout = check_layout(run, 8)
     short, long = size_stages_of(run)
     plan = predict_layout(long, layout, MACHINES)

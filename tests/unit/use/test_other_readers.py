@@ -81,9 +81,8 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 @pytest.fixture(scope="module")
 def own() -> dict[str, Any]:
-    described: dict[str, Any] = json.loads(
-        train_tokenizer(["to be or not to be " * 9] * 3, 262, "text")._backend.to_str()
-    )
+    trained = train_tokenizer(["to be or not to be " * 9] * 3, 262, "text")
+    described: dict[str, Any] = json.loads(trained._backend.to_str())
     return described
 
 

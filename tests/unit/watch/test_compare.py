@@ -124,9 +124,7 @@ OTHER_HASH = HASH | {"hash": "1" * 16, "tensors": {"model": "1" * 8}}
 
 def steps(first_loss: float = 4.0, last_norm: float = 1.5) -> list[dict[str, Any]]:
     values = [(first_loss, 1.0), (3.0, 1.25), (2.0, last_norm)]
-    return [
-        {"event": "step", "step": step, "loss": loss, "grad_norm": norm} for step, (loss, norm) in enumerate(values, 1)
-    ]
+    return [{"event": "step", "step": at, "loss": loss, "grad_norm": norm} for at, (loss, norm) in enumerate(values, 1)]
 
 
 ALL = "equal to the bit at all 3 steps of both"

@@ -90,9 +90,7 @@ def test_one_conversation_in_a_sequence_that_is_too_short_is_cut_or_left_out(tmp
     text = "Who are you? A model, a user and an assistant. " * 20
     keys = {"path": path, "tokenizer": saved_tokenizer(tmp_path / "base", text, 262, chat=True), **CHAT}
     data = prepare_data(config(16, **keys), tmp_path)
-    assert (
-        "2 conversations cut at train.sequence_length + 1 (17 tokens); 2 conversations left out, whose" in data.summary
-    )
+    assert "2 conversations cut at train.sequence_length + 1 (17 tokens); 2 conversations left out" in data.summary
     said = "(4 conversations at data.split=1,0) must have an answer that begins"
     assert said in refusal(config(3, **keys), tmp_path)
 
@@ -162,10 +160,9 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     written(tmp_path / "a.jsonl", *rows)
-    of_table, of_lines = (
-        conversations_of_file(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl")
-    )
-    assert [chat.messages for _, chat in of_table] == [chat.messages for _, chat in of_lines]
+    both = (conversations_of_file(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl"))
+    of_table, of_lines = ([chat.messages for _, chat in chats] for chats in both)
+    assert of_table == of_lines
     with pytest.raises(DataError, match=r"has no column 'talk': set data\.text_key to .* \(messages\)"):
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
 

@@ -179,14 +179,12 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     assert failure(path) == f"{path}/state.json must list the data set's files: save it again"
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits/dataset_dict.json").write_text('{"splits": []}', encoding="utf-8")
-    assert failure(tmp_path / "splits") == (
-        f"{tmp_path}/splits/dataset_dict.json must list the data set's splits: save it again"
-    )
+    said = f"{tmp_path}/splits/dataset_dict.json must list the data set's splits: save it again"
+    assert failure(tmp_path / "splits") == said
     (tmp_path / "folder").mkdir()
     assert "it has neither state.json nor dataset_dict.json" in failure(tmp_path / "folder", format="datasets")
-    assert failure(saved_rows(tmp_path / "none", text=[])) == (
-        f"{tmp_path}/none is a data set without rows: save one that has some"
-    )
+    said = f"{tmp_path}/none is a data set without rows: save one that has some"
+    assert failure(saved_rows(tmp_path / "none", text=[])) == said
 
 
 @pytest.mark.parametrize("column", ["text", "input_ids"])

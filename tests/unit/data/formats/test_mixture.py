@@ -119,9 +119,8 @@ def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place:
     chosen = config(mixture, [{"at": 1, "weights": {"more": 1}}])
     data = prepare_data(chosen, place / "cache")
     texts = [source.tokenizer_path for source in data.sources.values()]
-    assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {
-        (data.tokenizer_path / "tokenizer.json").read_bytes()
-    }
+    trained = (data.tokenizer_path / "tokenizer.json").read_bytes()
+    assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {trained}
     assert [name for name, _ in preview_data(chosen).rows] == ["data, lines", "data, more", "tokenizer", "held out"]
 
 

@@ -106,9 +106,7 @@ def test_a_text_goes_first_and_folders_hold_many_files(tmp_path: Path) -> None:
 
 def test_ends_of_rows_are_said_and_put_on_request(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", ROWS)
-    assert prepared(path).summary.endswith(
-        "rows end with different tokens: data.append_eod=true puts an end of document after each"
-    )
+    assert prepared(path).summary.endswith(": data.append_eod=true puts an end of document after each")
     ended = list(chain.from_iterable([*row, 500] for row in ROWS))
     assert tokens(path, append_eod=True, eod_token=500) == ended
     assert tokens(lines(tmp_path / "b.jsonl", [[*row, 500] for row in ROWS]), append_eod=True, eod_token=500) == ended
@@ -220,9 +218,7 @@ def test_files_of_datatrove_name_their_tokenizer(tmp_path: Path) -> None:
     assert prepared(path, tokenizer=one).vocab_size == 259
     assert f"must be the tokenizer that {path}.metadata names ({one}/tokenizer.json, " in refused(path, tokenizer=two)
     config = sized(512, 16, 0, path=str(path), tokenizer=two)
-    assert any("must be the tokenizer that" in problem for problem in preview_data(config).problems), (
-        "a dry run finds it"
-    )
+    assert any("must be the tokenizer that" in problem for problem in preview_data(config).problems), "in a dry run"
 
 
 def test_shards_of_llm_c(tmp_path: Path) -> None:

@@ -165,9 +165,7 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
     before = folder.left("out")
     assert folder.run(job).was_there
     other = folder.job("out", append_eod=False)
-    with pytest.raises(
-        DataError, match=r"out\.idx was prepared from .*text\.jsonl with .*, and now --append-eod is another"
-    ):
+    with pytest.raises(DataError, match=r"out\.idx was prepared from .*text\.jsonl with .*, and now --append-eod is a"):
         folder.run(other)
     assert folder.left("out") == before
     folder.run(other, force=True)

@@ -170,9 +170,8 @@ def test_missing_files_are_named_both(tmp_path: Path) -> None:
 def test_opening_reads_nothing_of_the_tokens(tmp_path: Path) -> None:
     """100 GB, of which the disk holds nothing."""
     size, sequences = 2**31 - 1, 25
-    prefix = by_hand(
-        tmp_path, idx_bytes([size] * sequences, [2 * size * i for i in range(sequences)], list(range(sequences + 1)))
-    )
+    pointers, documents = [2 * size * i for i in range(sequences)], [*range(sequences + 1)]
+    prefix = by_hand(tmp_path, idx_bytes([size] * sequences, pointers, documents))
     with (tmp_path / "data.bin").open("wb") as file:
         file.truncate(2 * size * sequences)
     opened = IndexedFile.open(prefix)

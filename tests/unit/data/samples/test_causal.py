@@ -139,9 +139,7 @@ def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(token: int) -> N
     tokens[8] = token
     file = IndexedFile(Path("data"), tokens, np.full(4, 3, dtype=np.int32), np.arange(4) * 12, np.arange(5))
     batches = DocumentBatches(MegatronDocuments(file, 1, 4, 50), 2, seed=0)
-    text = (
-        rf"^data\.bin: token 8 \({token}\), in document 2, must be in 0 … 49: set model\.vocab_size to that of the tok"
-    )
+    text = rf"^data\.bin: token 8 \({token}\), in document 2, must be in 0 … 49: set model\.vocab_size to that of the"
     with pytest.raises(DataError, match=text):
         batches.global_batch(0, batches.num_samples)
     assert DocumentBatches(MegatronDocuments(file, 0, 2, 50), 2, seed=0).global_batch(0, 2).counts.tolist() == [4]

@@ -104,9 +104,8 @@ def test_a_sample_has_whole_conversations_that_are_read_by_themselves() -> None:
     batch = batches.global_batch(0, batches.num_samples)
     seen: list[int] = []
     for b in range(batches.num_samples):
-        ids, targets, positions, starts = (
-            batch.inputs[name][:, b] for name in ("ids_SB", "targets_SB", "positions_SB", "starts_SB")
-        )
+        names = ("ids_SB", "targets_SB", "positions_SB", "starts_SB")
+        ids, targets, positions, starts = (batch.inputs[name][:, b] for name in names)
         assert positions.tolist() == (np.arange(ROOM) - starts).tolist()
         for start in np.unique(starts).tolist():
             rows = starts == start
@@ -176,9 +175,8 @@ def blend(length: int) -> Batches:
         name: TokenBatches(TOKENS + 1000 * number, length, number, together=BLOCK // length)
         for number, name in enumerate("ab")
     }
-    return BlendedBatches(
-        sources, [MixtureStage(0, 0, {"a": 1, "b": 1}), MixtureStage(9, 6, {"b": 1})], BLOCK // length
-    )
+    stages = [MixtureStage(0, 0, {"a": 1, "b": 1}), MixtureStage(9, 6, {"b": 1})]
+    return BlendedBatches(sources, stages, BLOCK // length)
 
 
 def packed(length: int) -> Batches:

@@ -64,9 +64,8 @@ def test_pairs_are_well_formed(documents: list[list[int]], length: int, seed: in
         assert a == list(range(a[0], a[0] + len(a)))
         assert b == list(range(b[0], b[0] + len(b)))
         assert len(a) + len(b) <= length - 3
-        first, last, other, other_last = np.searchsorted(
-            ends, np.array([a[0], a[-1], b[0], b[-1]]) - FIRST, side="right"
-        )
+        places = np.array([a[0], a[-1], b[0], b[-1]]) - FIRST
+        first, last, other, other_last = np.searchsorted(ends, places, side="right")
         assert first == last
         assert other == other_last
         if label == 0:
@@ -249,9 +248,8 @@ def test_pieces_have_the_sentences_of_the_whole(texts: list[str]) -> None:
 
 def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
-    parts: list[tuple[Part, TextPiece]] = [
-        ("train", TextPiece("abcdefgh", ends_document=number == 4)) for number in range(5)
-    ]
+    parts: list[tuple[Part, TextPiece]]
+    parts = [("train", TextPiece("abcdefgh", ends_document=number == 4)) for number in range(5)]
     assert [len(sentence) for sentence in regrouped(parts)[0][1]] == [16, 16, 8]
 
 
@@ -273,10 +271,8 @@ def test_the_chunks_of_a_document_are_its_tokens_each_once(documents: list[list[
     assert found.document.tolist() == np.searchsorted(ends, found.end).tolist()
     tokens = np.minimum(found.start + room, ends[-1])
     expected = [min(bound for bound in sentences.bounds if bound >= token) for token in tokens]
-    assert (
-        index.sentence_end(tokens, found.document).tolist()
-        == np.minimum(expected, np.asarray(ends)[found.document]).tolist()
-    )
+    limited = np.minimum(expected, np.asarray(ends)[found.document]).tolist()
+    assert index.sentence_end(tokens, found.document).tolist() == limited
 
 
 @unhurried

@@ -243,9 +243,8 @@ def write(
         if version:  # version 0 is from before there was a number
             whole["checkpoint_version"] = float(version)
         whole["optimizer"] = {"param_groups": [{"lr": 0.1}], "state": {0: {"exp_avg": torch.zeros(3)}}}
-        whole["rng_state"] = [
-            {"np_rng_state": np.random.RandomState(0).get_state(), "random_rng_state": random.Random(0).getstate()}
-        ]
+        states = {"np_rng_state": np.random.RandomState(0).get_state(), "random_rng_state": random.Random(0).getstate()}
+        whole["rng_state"] = [states]
         target = folder / "iter_0000100" / name
         target.mkdir()
         torch.save(whole, target / "model_optim_rng.pt")

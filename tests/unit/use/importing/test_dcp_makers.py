@@ -84,9 +84,8 @@ def titan(case: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
         layer, kind = re.fullmatch(r"(layers\.\d+\.)mlp\.experts\.0\.(\w+)_proj\.weight", name).groups()
         ours = f"model.{layer}mlp.experts.{{}}.{kind}_proj.weight"
         number = {"gate": "w1_EFD", "down": "w2_EDF", "up": "w3_EFD"}[kind]
-        there[f"{layer}moe.routed_experts.inner_experts.{number}"] = torch.stack(
-            [weights[ours.format(expert)] for expert in range(4)]
-        )
+        stacked = torch.stack([weights[ours.format(expert)] for expert in range(4)])
+        there[f"{layer}moe.routed_experts.inner_experts.{number}"] = stacked
         there[f"{layer}moe.expert_bias_E"] = torch.zeros(4)
     there = {name: tensor for name, tensor in there.items() if ".mlp.experts." not in name}
     trained = {name: tensor for name, tensor in there.items() if "expert_bias" not in name}
@@ -226,9 +225,8 @@ def test_models_of_olmo_core(tmp_path: Path) -> None:
     config = opened(**{f"{mixer}.sliding_window": window, "train_module.max_sequence_length": 96})
     assert (config.family, config.sliding_window, config.max_position_embeddings) == ("olmo3", 3, 96)
     assert config.layer_types == ("sliding_attention", "full_attention")
-    assert (
-        opened(**{f"{mixer}.rope.scaling": yarn, "train_module.max_sequence_length": 96}).rope_scaling["factor"] == 4.0
-    )
+    scaled = opened(**{f"{mixer}.rope.scaling": yarn, "train_module.max_sequence_length": 96})
+    assert scaled.rope_scaling["factor"] == 4.0
     for path, value, reason in (
         (f"{mixer}.clip_qkv", 8.0, "clip_qkv (8.0) must be None"),
         ("model.block.name", "peri_norm", "name ('peri_norm') must be 'default' or 'reordered_norm'"),

@@ -127,9 +127,8 @@ def test_what_has_no_counterpart_is_told(tmp_path: Path, changes: dict[str, Any]
 def test_a_decay_that_begins_in_its_midst_has_no_points() -> None:
     """Megatron Core 0.16.1: with 16 of 20 steps of warmup and a decay of 5, the rate falls from 1 to 0.64 at once."""
     scheduler = {"max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 64, "lr_decay_steps": 80, "lr_decay_style": "WSD"}
-    of = {
-        decay: _points(scheduler, {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": decay}, 4) for decay in (4, 5)
-    }
+    keys = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 4}
+    of = {decay: _points(scheduler, keys | {"lr_wsd_decay_iters": decay}, 4) for decay in (4, 5)}
     assert [point["at"] for point in of[4]] == [1, 17, 21]
     assert of[5] == []
 
