@@ -31,11 +31,8 @@ def test_fault_19_a_command_ended_by_user_code_has_failed(monkeypatch: pytest.Mo
     assert cli("recipes", code=1).err.startswith(told)
 
 
-def test_version(cli: CommandLine) -> None:
+def test_the_version_and_mistakes_are_told_once(cli: CommandLine) -> None:
     assert cli("--version").out == f"shardwise {__version__}\n"
-
-
-def test_a_mistake_is_told_once_and_exits_2(cli: CommandLine) -> None:
     for arguments, text in (
         (["plan", "quickstart", "--device=--"], "argument --device: expected one argument"),
         (["ls", 300 * "x"], f"the path {300 * 'x'} cannot be used: File name too long"),

@@ -33,9 +33,6 @@ def test_each_command_prints_one_object(cli: CommandLine) -> None:
     entry = cli.facts("explain", "killed-rank")
     assert set(entry) == {"name", "page", "message", "cause", "fix"}
     assert entry in cli.facts("explain")["entries"]
-
-
-def test_a_dry_run_tells_its_figures(cli: CommandLine) -> None:
     command = ("train", "llama2-7b", "--dry-run", "--device", "h100:8", "parallel.pipeline=1", "parallel.tensor=4")
     facts = cli.facts(*command)
     text = cli(*command).out

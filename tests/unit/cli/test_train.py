@@ -78,9 +78,6 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, cli: CommandLine) 
     assert rows["communication"].startswith(units.size(sum(wire_bytes(step_transfers(config, layout)).values())))
     assert config_from_sections(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
-
-
-def test_a_dry_run_shows_every_key_and_refuses_a_folder(cli: CommandLine, tmp_path: Path) -> None:
     text = dry(cli, "--full").out
     assert parse_yaml(text, "dry run") == load_config("llama2-tiny").recorded()
     assert "--full must go with --dry-run" in cli.refused("train", "llama2-tiny", "--full")

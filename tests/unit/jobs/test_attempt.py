@@ -88,7 +88,7 @@ def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path
         assert outcome.lost == ()
 
 
-def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
+def test_a_lost_node_and_one_that_cannot_prepare(tmp_path: Path) -> None:
     def launcher(attempt: LauncherFacts, number: int) -> None:
         if number == 0:
             joined(number, attempt)
@@ -100,8 +100,6 @@ def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
     assert outcome.failure == Failure(2, "node n1 (ranks 2-3) does not answer", 1)
     assert outcome.lost == ("n1",)
 
-
-def test_a_node_that_cannot_prepare_says_why_and_is_not_lost(tmp_path: Path) -> None:
     def prepare() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -118,7 +116,7 @@ def test_a_node_that_cannot_prepare_says_why_and_is_not_lost(tmp_path: Path) -> 
     assert "in prepare" in outcome.logs["n1"]
 
 
-def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(tmp_path: Path) -> None:
+def test_strangers_are_not_heard_and_absent_nodes_are_told(tmp_path: Path) -> None:
     """As one of an earlier attempt, or another program that found the port."""
 
     def launcher(attempt: LauncherFacts, number: int) -> None:
@@ -130,8 +128,6 @@ def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(tmp_path: Pat
 
     assert watched(tmp_path, launcher).failure is None
 
-
-def test_nodes_that_do_not_join_are_told(tmp_path: Path) -> None:
     def launcher(attempt: LauncherFacts, number: int) -> None:
         if number == 0:
             joined(number, attempt)

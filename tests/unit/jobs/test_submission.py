@@ -32,7 +32,7 @@ def as_it_is(one: Config, _world: int) -> Config:
     return one
 
 
-def test_a_job_asks_for_the_accelerators_of_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_and_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"gpu": "gpu|gpu:h100:8(S:0-1)\ngpu|gpu:8\n", "trn": "trn|neuron:trn2:16(S:0-1)\n", None: "cpu*|(null)\n"}
     answers = {tuple(f"--partition={name}" for name in [name] if name): text for name, text in rows.items()}
     monkeypatch.setattr(
@@ -45,9 +45,6 @@ def test_a_job_asks_for_the_accelerators_of_the_partition(monkeypatch: pytest.Mo
     assert reserved(launch("launch.partition=gpu", "launch.gres=gpu:4")) == "gpu:4"
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert reserved(launch("launch.partition=gpu")) is None, "where SLURM is not at hand nothing is known"
-
-
-def test_ranks_of_a_node() -> None:
     assert (ranks_per_node(3, 1, 2, "gpu:8"), ranks_per_node(None, 1, 2, "gpu:h100:8")) == (3, 8)
     assert ranks_per_node(None, 1, 2, "neuron:trn1:16") == 32
     assert ranks_per_node(None, 4, 2, None) == 2

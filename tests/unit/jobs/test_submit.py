@@ -110,7 +110,7 @@ def test_files_alone_are_written_without_slurm(monkeypatch: pytest.MonkeyPatch, 
     assert "--write-only must go without --dry-run and --precompile" in said
 
 
-def test_all_problems_of_a_job_are_told_at_once(cli: CommandLine) -> None:
+def test_all_problems_and_what_does_not_fit_are_told(cli: CommandLine) -> None:
     missing = ["data.path=nowhere", "data.tokenizer=none.json", "--time", "04:00", "--dry-run"]
     other = ("launch.warning_seconds (300) must be less than launch.time (04:00, 240 s)", "data.path (nowhere)")
     for words, named in (
@@ -121,9 +121,6 @@ def test_all_problems_of_a_job_are_told_at_once(cli: CommandLine) -> None:
         out, err = cli("submit", *words.split(), *missing, code=2)
         assert out == ""
         assert [text for text in (named, *other, "data.tokenizer (none") if f"\n- {text}" not in err] == []
-
-
-def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(cli: CommandLine) -> None:
     large = ["submit", "llama2-7b", "data.dataset=python", "parallel.pipeline=1", "--nodes", "4", "--dry-run"]
     too_large = r"^warning +memory does not fit: \d+ GiB are needed beside a reserve of 6% of the device's 74\.5 GiB"
     fewer = r"^warning +launch\.gres \(gpu:4\) reserves fewer devices on a node than --device \(h100:8\) names"

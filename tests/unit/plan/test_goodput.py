@@ -71,7 +71,7 @@ def test_failures_cost_what_a_simulation_of_them_costs() -> None:
     assert times.goodput == pytest.approx(times.steps / times.seconds)
 
 
-def test_the_interval_that_costs_least_is_taken_where_the_recipe_has_none() -> None:
+def test_the_best_interval_and_the_goodput_of_published_trainings() -> None:
     config = without_an_interval()
     machines = with_reliability(128)
     best = calendar(config, machines, STEP)
@@ -82,10 +82,7 @@ def test_the_interval_that_costs_least_is_taken_where_the_recipe_has_none() -> N
         assert calendar(given, machines, STEP).interval == pytest.approx(factor * best.interval)
         assert calendar(given, machines, STEP).seconds > best.seconds
     assert calendar(CONFIG.with_keys(checkpoint={"every": 20}), machines, STEP).interval == 20 * STEP
-
-
-def test_goodput_is_that_of_published_trainings() -> None:
-    """Llama 3 405B was trained for more than 90% of its time, with 419 failures in 54 days (arXiv:2407.21783)."""
+    # Llama 3 405B was trained for more than 90% of its time, with 419 failures in 54 days (arXiv:2407.21783).
     machines = with_reliability(2048)
     times = calendar(without_an_interval(), machines, STEP)
     assert 54 * 86_400 / times.between_failures == pytest.approx(419, rel=0.03)

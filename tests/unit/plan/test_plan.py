@@ -277,7 +277,7 @@ def test_a_dry_run_for_a_cluster_tells_whether_it_fits_and_how_long_checkpoints_
     assert "without --nproc, --nodes gives the machines" in said
 
 
-def test_several_numbers_of_nodes_are_compared_by_the_objective(cli: CommandLine) -> None:
+def test_numbers_of_nodes_are_compared_by_objective_and_budget(cli: CommandLine) -> None:
     command = [*GPT, *FEW, "--nodes", "4,8", "--price", "2 USD", "--objective"]
     by_time, by_cost = (cli.facts(*command, objective) for objective in ("time", "cost"))
     plans = by_time["plans"]
@@ -294,10 +294,7 @@ def test_several_numbers_of_nodes_are_compared_by_the_objective(cli: CommandLine
         seconds = 86_400 * plans[proposal["layout"] - 1]["days"]
         changed = list(proposal["sensitivity_seconds"].values())
         assert all(seconds < other < changed[-1] for other in changed[:3])
-
-
-def test_a_budget_in_money_finds_the_fastest_cluster_for_it(cli: CommandLine) -> None:
-    """No layout fits 12 nodes or 24, as three times a power of two does not divide the batch."""
+    # No layout fits 12 nodes or 24, as three times a power of two does not divide the batch.
     few = [*FEW, "parallel.pipeline=2", "train.global_batch=32"]
     command = ["plan", "gpt3-23b", "--device", "h100:8", "--price", "2 USD", *few]
     cost = cli.facts(*command, "--nodes", "32")["plans"][0]["cost"]

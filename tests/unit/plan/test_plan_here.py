@@ -48,9 +48,6 @@ def test_a_run_beside_its_prediction(run: Path, tmp_path: Path, cli: CommandLine
     time = step_time(config, check_layout(config, 1), Cluster(load_device(str(written)), 1, 1))
     computed = time.total - time.optimizer - time.communication
     assert computed == pytest.approx(found["parts_seconds"]["computation"]["measured"], rel=0.25)
-
-
-def test_a_run_of_other_ranks_is_refused(run: Path, cli: CommandLine) -> None:
     said = cli.refused("plan", run, "--device", "cpu:2")
     assert "--device must name as many devices as the run had ranks (1)" in said
     assert "key=value must be left out: RUN" in cli.refused("plan", run, "train.steps=3", "--device", "cpu:1")

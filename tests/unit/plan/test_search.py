@@ -137,7 +137,7 @@ def config(stage: str, *keys: str) -> Config:
     return load_config("llama3-tiny", ["model.max_position_embeddings=2048", f"data.stages=[{stage}]", *keys])
 
 
-def test_the_neediest_stage_and_the_time_of_all_stages() -> None:
+def test_stages_need_memory_time_and_a_layout_for_all() -> None:
     stage = "{at: 10, sequence_length: 128, global_batch: 8, micro_batch: 8}"
     run = config(stage, "parallel.pipeline=2", "parallel.schedule=gpipe", "train.global_batch=512")
     layout = check_layout(run, 2)
@@ -155,9 +155,6 @@ def test_the_neediest_stage_and_the_time_of_all_stages() -> None:
     assert plan.seconds == pytest.approx(18 * before.total + 2 * plan.time.total)
     assert plan.calendar.steps == pytest.approx(plan.seconds)
     assert stages_with_layout(plan.config, layout)[0].train == short.train
-
-
-def test_a_layout_must_suit_every_stage() -> None:
     run = config("{at: 10, sequence_length: 2048, global_batch: 8}", "train.global_batch=12")
     long = largest_size_stage(run)
     long = long.model_copy(update={"train": long.train.model_copy(update={"micro_batch": 1})})

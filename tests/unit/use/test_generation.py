@@ -73,10 +73,7 @@ def test_draws_are_a_function_of_the_seed() -> None:
     assert row(1) == first
     assert row(2) != first
     assert {TokenSampler(0.0, seed=seed).draw(P.log()) for seed in range(20)} == {1}
-
-
-def test_a_rounding_error_changes_no_draw() -> None:
-    """What two layouts differ by: a draw by cumulated probabilities would cross a boundary now and then."""
+    # What two layouts differ by: a draw by cumulated probabilities would cross a boundary now and then.
     generator = torch.Generator().manual_seed(0)
     one, other = TokenSampler(seed=3), TokenSampler(seed=3)
     for _ in range(300):

@@ -96,7 +96,7 @@ def pieces(*merges: str, tokens: tuple[str, ...] = ("a", "b", "c", "ab", "abc"))
     return {"model": model, "added_tokens": [], "normalizer": normalizer, "pre_tokenizer": None}
 
 
-def test_tokenizers_of_our_own_and_of_pieces(own: dict[str, Any]) -> None:
+def test_tokenizers_are_written_where_llama_cpp_has_their_rules(own: dict[str, Any]) -> None:
     written = gguf_vocabulary(own, 270)
     assert (written.model, written.pre, written.notes) == ("gpt2", "gpt-2", ())
     assert (written.tokens[0], written.types[0], written.types[1]) == ("<|endoftext|>", CONTROL, NORMAL)
@@ -109,9 +109,6 @@ def test_tokenizers_of_our_own_and_of_pieces(own: dict[str, Any]) -> None:
     assert (written.model, written.has_space_prefix) == ("llama", True)
     assert [written.types[number] for number in (0, 1, 256, 257)] == [UNKNOWN, BYTE, BYTE, NORMAL]
     assert written.scores[257:262] == [0, 0, 0, 0, -1]
-
-
-def test_other_rules_are_refused(own: dict[str, Any]) -> None:
     for change, reason in (
         ({"normalizer": {"type": "Lowercase"}}, r"it rewrites text \(Lowercase\) before it splits it"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "no rule of llama.cpp splits text"),

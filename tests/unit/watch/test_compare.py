@@ -238,7 +238,7 @@ def test_a_plot_shows_both_curves_and_their_difference(cli: CommandLine) -> None
     cli("compare", "run", "run", "--plot", "same.svg")  # there is no logarithm of no difference
 
 
-def test_runs_with_other_batches_align_by_tokens(cli: CommandLine) -> None:
+def test_runs_align_by_tokens_and_by_time(cli: CommandLine) -> None:
     """Between the points of A its curve is a line; the other runs' points are compared with that."""
     by_batch("small", 1, 40)
     by_batch("large", 2, 20)
@@ -257,10 +257,7 @@ def test_runs_with_other_batches_align_by_tokens(cli: CommandLine) -> None:
     assert odd["largest"]["tokens"] == 3 * 8192
     assert odd["last"] == {"difference": pytest.approx(loss_of(39) - between[39]), "tokens": 39 * 8192}
     assert (small["points"], small["final"]["b"]["tokens"]) == (39, 40 * 8192)
-
-
-def test_time_is_that_of_the_steps_that_count(cli: CommandLine) -> None:
-    """Steps take 1 s, and a checkpoint after each tenth 0.5 s; five steps were undone after the first start."""
+    # Steps take 1 s, and a checkpoint after each tenth 0.5 s; five steps were undone after the first start.
     write_run(Path("straight"), [Start(0, 60)], mesh=DATA_PARALLEL)
     write_run(Path("resumed"), [Start(0, 25, None), Start(20, 60)], mesh=DATA_PARALLEL)
     rows = cli.rows("compare", "straight", "resumed/metrics.jsonl", "--x", "time")

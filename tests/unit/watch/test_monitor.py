@@ -61,7 +61,7 @@ def test_once_tells_every_field_that_the_page_names(cli: CommandLine) -> None:
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
 
 
-def test_an_object_each_interval_until_a_signal() -> None:
+def test_objects_and_metrics_come_until_a_signal(cli: CommandLine) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         with started("--interval", "0.02") as process:
             first, second = (json.loads(process.stdout.readline()) for _ in range(2))
@@ -69,9 +69,6 @@ def test_an_object_each_interval_until_a_signal() -> None:
             process.send_signal(number)
             process.stdout.read()
             assert (process.wait(20), process.stderr.read()) == (0, "")
-
-
-def test_prometheus_until_a_signal(cli: CommandLine) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

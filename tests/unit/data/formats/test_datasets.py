@@ -80,7 +80,9 @@ def test_what_is_cached_is_of_one_table_and_its_splits(tmp_path: Path) -> None:
     assert prepared(saved_rows(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != before
 
 
-def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
+def test_rows_of_tokens_are_joined_and_saved_data_need_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No tokenizer, no end of document; one entry serves every length."""
     path = saved_rows(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
     data = prepared(path, split="1,0")
@@ -95,9 +97,6 @@ def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
             at = next(n for n in range(0, len(JOINED), length) if JOINED[n : n + length] == ids)
             assert targets == JOINED[at + 1 : at + length + 1]
     assert list((tmp_path / "cache/tokens").iterdir()) == [entry]
-
-
-def test_only_data_sets_of_the_hub_need_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]

@@ -99,7 +99,7 @@ def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     assert prepare_data(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
 
 
-def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
+def test_parts_are_consecutive_and_fingerprints_are_theirs(folder: str, tmp_path: Path) -> None:
     chosen = config(folder, split="10,3,2", eval_every=1)
     data = prepare_data(chosen, tmp_path / "cache")
     assert isinstance(data, _PreparedShards)
@@ -115,8 +115,6 @@ def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
             (batch,) = make(chosen, data, part).eval_batches(1, len(rows), 0, 1, len(rows))
             assert numbers(batch) == list(rows)
 
-
-def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
     def fingerprint(path: str, split: str = "2,1", **data: object) -> str:
         return prepare_data(config(path, split=split, **data), tmp_path / "cache").fingerprint
 

@@ -51,7 +51,7 @@ def test_splits_are_those_of_megatron() -> None:
         assert part_bounds(documents, split) == bounds
 
 
-def test_three_parts(tmp_path: Path) -> None:
+def test_three_parts_and_their_evaluation(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data", 100), split="80,10,10", eval_every=1)
     data = prepare_data(chosen, tmp_path / "cache")
     assert [data.count(part) for part in ("train", "eval", "test")] == [800, 100, 100]
@@ -66,9 +66,6 @@ def test_three_parts(tmp_path: Path) -> None:
         batches = make(chosen, data, "eval").eval_batches(8, 1, 0, 1, 1)
         found = np.concatenate([batch.inputs["targets_SB"].T for batch in batches]).ravel()
         assert found[found != IGNORE].tolist() == wanted[:counted]
-
-
-def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data"), split="1,1")
     data = prepare_data(chosen, tmp_path / "cache")
 
@@ -84,7 +81,7 @@ def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     assert own == rows(make_evaluation_batches, "eval", 1), "an evaluation begins with what a run's own ones see"
 
 
-def test_a_blend(tmp_path: Path) -> None:
+def test_blends_and_fingerprints_of_data(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", 40), write(tmp_path / "b", 40, first=100)
     chosen = config(blend=[0.75, first, 0.25, second], eval_every=1)
     data = prepare_data(chosen, tmp_path / "cache")
@@ -97,9 +94,6 @@ def test_a_blend(tmp_path: Path) -> None:
     twice = config(blend=[1, first, 1, first])
     ids_SB = batches_of(twice, tmp_path / "cache").global_batch(0, 40).inputs["ids_SB"]
     assert not np.array_equal(ids_SB[:, ::2], ids_SB[:, 1::2]), "the same data twice go in two orders"
-
-
-def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     one, copy = write(tmp_path / "a"), write(tmp_path / "copy" / "a")
     other = write(tmp_path / "b", first=50)

@@ -113,7 +113,7 @@ def test_an_evaluation_has_all_sources_that_hold_samples_out(place: Path) -> Non
     assert data.count("eval") == sum(source.count("eval") for source in data.sources.values())
 
 
-def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place: Path) -> None:
+def test_sources_of_text_share_a_tokenizer_and_others_are_refused(place: Path) -> None:
     (place / "more.txt").write_text(TEXT * 40, encoding="utf-8")
     mixture = {"lines": {"path": str(place / "lines.jsonl"), "weight": 1}, "more": {"path": str(place / "more.txt")}}
     chosen = config(mixture, [{"at": 1, "weights": {"more": 1}}])
@@ -122,9 +122,6 @@ def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place:
     trained = (data.tokenizer_path / "tokenizer.json").read_bytes()
     assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {trained}
     assert [name for name, _ in preview_data(chosen).rows] == ["data, lines", "data, more", "tokenizer", "held out"]
-
-
-def test_sources_that_cannot_be_read_are_refused(place: Path) -> None:
     mixture = {name: four_sources(place)[name] for name in ("tokens", "lines")}
     said = refusal(config(mixture), place / "cache")
     assert "must be the one that made the tokens of data.mixture.tokens" in said
@@ -143,7 +140,7 @@ RECORDED = [
 ]
 
 
-def test_stages_begin_at_the_samples_of_their_steps() -> None:
+def test_stages_begin_at_samples_and_those_of_the_past_stay() -> None:
     chosen = config(MIXTURE, [CODE, LATER])
     assert continued_stages(chosen, (), 0, 0) == [MixtureStage(**stage) for stage in RECORDED]
     # After the steps before them, where batches are skipped.
@@ -153,9 +150,6 @@ def test_stages_begin_at_the_samples_of_their_steps() -> None:
     chosen = config(MIXTURE, [CODE, {"at": 8, "weights": {"web": 1}}], batch=6)
     other = [MixtureStage(4, 48, {"code": 1.0}), MixtureStage(8, 78, {"web": 1.0})]
     assert continued_stages(chosen, RECORDED, step=5, position=60)[1:] == other
-
-
-def test_stages_and_weights_of_the_past_stay() -> None:
     stored = config(MIXTURE, [CODE, LATER]).recorded()
     earlier = {"at": 3, "weights": {"code": 1}}, {"at": 2, "weights": {"web": 1}}
     for stages in ([LATER], [{"at": 4, "weights": {"code": 2}}, LATER], [earlier[0], LATER], [earlier[1], CODE]):

@@ -42,7 +42,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_sentences_are_those_of_the_documents(filled: Path) -> None:
+def test_sentences_are_those_of_the_documents_and_masked_as_configured(filled: Path) -> None:
     data = prepare_data(config(), filled)
     assert data.pair_tokens == PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
     documents = texts(data, "train") + texts(data, "eval")
@@ -60,9 +60,6 @@ def test_sentences_are_those_of_the_documents(filled: Path) -> None:
     for name, array in sorted(batches.global_batch(1000, 32).inputs.items()):
         digest.update(name.encode() + np.ascontiguousarray(array).astype("<i8").tobytes())
     assert digest.hexdigest()[:16] == "4972519b16f86ad0"
-
-
-def test_masking_is_as_configured(filled: Path) -> None:
     for keys, predictions, masked in (
         ({}, 10, 9),  # ⌈0.15 · 64⌉; of at most 61 tokens 9
         ({"masked_fraction": 0.5, "max_predictions": 20}, 20, 20),

@@ -209,9 +209,6 @@ def test_files_of_datatrove_that_are_refused(tmp_path: Path) -> None:
     datatrove(folder, "a.ds", [*ROWS, [5, 512]])
     assert refused(path).startswith(f"{path}: token {number + 1} (512) must be in 0 … 511: set model.vocab_size")
     assert "must be null with data.path" in refused(path, append_eod=True)
-
-
-def test_files_of_datatrove_name_their_tokenizer(tmp_path: Path) -> None:
     one = saved_tokenizer(tmp_path / "one", "one text" * 9, 259)
     two = saved_tokenizer(tmp_path / "two", "another, longer" * 9, 259)
     path = datatrove(tmp_path / "ds", "a.ds", [row for row in ROWS if max(row) < 259], f"{one}/tokenizer.json")
@@ -221,7 +218,7 @@ def test_files_of_datatrove_name_their_tokenizer(tmp_path: Path) -> None:
     assert any("must be the tokenizer that" in problem for problem in preview_data(config).problems), "in a dry run"
 
 
-def test_shards_of_llm_c(tmp_path: Path) -> None:
+def test_shards_of_llm_c_and_arrays(tmp_path: Path) -> None:
     for number in range(2):
         header = np.zeros(256, "<i4")
         half = np.array(list(chain.from_iterable(ROWS[100 * number : 100 * number + 100])), "<u2")
@@ -231,9 +228,6 @@ def test_shards_of_llm_c(tmp_path: Path) -> None:
     (tmp_path / "hellaswag_val.bin").write_bytes(header.tobytes() + half.tobytes())
     assert tokens(f"{tmp_path}/x_train_*.bin") == JOINED
     assert "hellaswag_val.bin holds the questions of an evaluation of llm.c" in refused(tmp_path)
-
-
-def test_arrays_of_tokens(tmp_path: Path) -> None:
     saved, raw, narrow, words, negative = (tmp_path / f"{name}.npy" for name in ("saved", "raw", "bytes", "words", "n"))
     np.save(saved, np.array(JOINED, ">i4"))
     assert tokens(saved) == JOINED

@@ -98,7 +98,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
     assert failure(file) == f"{file} holds no text: it is empty, or all of its documents are"
 
 
-def test_bad_rows(tmp_path: Path) -> None:
+def test_bad_rows_and_files_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for texts, says in (
         (["a"] * 70 + [None], ": row 70: the column 'text' is null: remove the row"),
         ([1, 2], ": the column 'text' must hold text, not int64 (data.text_key)"),
@@ -108,9 +108,6 @@ def test_bad_rows(tmp_path: Path) -> None:
     ):
         write_parquet(tmp_path / "a.parquet", texts)
         assert failure(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet{says}"
-
-
-def test_bad_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file, TEXTS, key="body")
     assert failure(file) == (

@@ -124,7 +124,7 @@ def test_a_sample_has_whole_conversations_that_are_read_by_themselves() -> None:
     assert batch.counts.tolist() == [np.count_nonzero(batch.inputs["targets_SB"] != IGNORE)]
 
 
-def test_every_epoch_has_each_conversation_once_in_other_packs() -> None:
+def test_every_epoch_has_each_usable_conversation_once() -> None:
     data = chats(40)
     batches = ConversationBatches(data, ROOM, seed=7)
     consumed = 0
@@ -139,9 +139,6 @@ def test_every_epoch_has_each_conversation_once_in_other_packs() -> None:
         assert sorted(first for pack in packs[-1] for first in pack) == sorted(firsts)
         consumed += number
     assert packs[0] != packs[1] != packs[2]
-
-
-def test_a_long_conversation_is_cut_and_one_without_a_target_left_out() -> None:
     bounds = np.array([0, 30, 34, 60])
     data = Conversations(np.arange(1, 61, dtype=np.int32), bounds, np.array([[5, 8], [15, 30], [32, 34], [55, 60]]))
     assert (data.usable(10).tolist(), data.usable(21).tolist()) == ([0, 1], [0, 1, 2])

@@ -197,10 +197,7 @@ def test_olmo_core(tmp_path: Path) -> None:
     }  # fmt: skip
     assert ["SkipStepAdamW" in note or "z_loss_multiplier" in note for note in opened.notes] == [True, True]
     assert open_olmo_core(tmp_path / "step3" / "model_and_optim", weights_only=True).progress is None
-
-
-def test_a_decay_in_the_warmup_of_olmo_core_is_not_carried_over() -> None:
-    """OLMo-core 3.0.0 warms up to the end, and the rate then falls into the midst of the decay."""
+    # OLMo-core 3.0.0 warms up to the end, and the rate then falls into the midst of the decay.
     scheduler = {"_CLASS_": "olmo_core.optim.scheduler.WSD", "warmup": 16, "decay": 4}
     assert _schedule(scheduler, 1e-3, 20)[0]["optimizer.schedule"] == "points"
     keys, notes = _schedule({**scheduler, "decay": 5}, 1e-3, 20)
