@@ -11,16 +11,9 @@ import yaml
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.prices import Price
+from shardwise_plan import device_specs
 from shardwise_plan.cli.wording import _PUBLISHED_ERROR
-from shardwise_plan.device_specs import (
-    FIGURES,
-    Device,
-    Reliability,
-    changed_device_text,
-    device_names,
-    load_device,
-    parse_cluster,
-)
+from shardwise_plan.device_specs import Device, Reliability, load_device, parse_cluster
 from tests.arch.source import ROOT
 
 OWN, FAULTS = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8")).values()
@@ -37,9 +30,9 @@ def load(tmp_path: Path) -> Callable[[str], Device]:
     return loaded
 
 
-@pytest.mark.parametrize("name", device_names())
+@pytest.mark.parametrize("name", device_specs.device_names())
 def test_every_figure_has_a_source(name: str) -> None:
-    figures = {key: entry for key, entry in load_device(name).figures.items() if key in FIGURES}
+    figures = {key: entry for key, entry in load_device(name).figures.items() if key in device_specs.FIGURES}
     assert all(entry["source"] for key, entry in figures.items() if key != "compared_runs")
 
 
@@ -47,7 +40,7 @@ def test_a_file_may_have_a_price_and_rates_of_fp8(load: Callable[[str], Device])
     device = load(f"{OWN}price_per_hour: 2.50 EUR\nfailures_per_year: 0.5\nfp8_tflops: 1979\n")
     assert (device.price, device.fp8, device.watts) == (Price(2.5, "EUR"), 1979e12, None)
     assert device.reliability == Reliability(failures_per_year=0.5)
-    again = load(changed_device_text(device, {"matmul": 1.0}, "measured"))
+    again = load(device_specs.changed_device_text(device, {"matmul": 1.0}, "measured"))
     assert again.constants == (("matmul", 1.0),)
     assert replace(again, constants=()) == device
     of_chips = load(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
@@ -62,7 +55,7 @@ def test_a_file_may_have_a_price_and_rates_of_fp8(load: Callable[[str], Device])
 
 def test_clusters_have_a_known_device_and_a_network(load: Callable[[str], Device], tmp_path: Path) -> None:
     alone = "\n".join(line for line in OWN.splitlines() if not line.startswith("network"))
-    assert "network" not in changed_device_text(load(alone), {}, "measured")
+    assert "network" not in device_specs.changed_device_text(load(alone), {}, "measured")
     device = str(tmp_path / "ours.yaml:8")
     assert parse_cluster(device).device.network is None
     refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: add to its device"
@@ -103,7 +96,7 @@ def test_the_page_has_the_accuracy_of_a_device_and_every_key() -> None:
     for name in ("h100", "h200"):
         told = f"steps on one H200 were predicted within {math.ceil(float(measured))}%"
         assert load_device(name).accuracy == told
-    keys = [part for key in FIGURES for part in key.split(".")]
+    keys = [part for key in device_specs.FIGURES for part in key.split(".")]
     assert not [key for key in (*keys, "base", "accuracy", "price_per_hour", "type") if f"`{key}`" not in page]
 
 

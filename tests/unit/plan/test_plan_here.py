@@ -8,14 +8,8 @@ import pytest
 import yaml
 
 from shardwise.config import check_layout, load_config
-from shardwise_plan import device_seconds
-from shardwise_plan.calibration_fit import (
-    PRODUCTS,
-    Measurements,
-    calibration_trainings,
-    measured_device_file,
-    undisturbed_seconds,
-)
+from shardwise_plan import calibration_fit, device_seconds
+from shardwise_plan.calibration_fit import Measurements, calibration_trainings
 from shardwise_plan.device_seconds import device_constants
 from shardwise_plan.device_specs import Cluster, Device, device_yaml, load_device, parse_device, sourced_figure
 from shardwise_plan.step_time import step_time
@@ -83,11 +77,12 @@ def found(device: Device, ranks: int) -> Measurements:
     for config in calibration_trainings(ranks):
         time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
         seconds.append(time.total)
-    products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
+    shapes = calibration_fit.PRODUCTS
+    products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in shapes]
     link = device.node
     sums = [(size, 2 * (size / 2 / link.bandwidth + link.latency)) for size in (64.0, 2.0**24)]
     return Measurements(
-        "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
+        "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, shapes,
         {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
         sums if ranks > 1 else [], seconds,
     )  # fmt: skip
@@ -97,7 +92,7 @@ def found(device: Device, ranks: int) -> Measurements:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     measured = found(machine(), ranks)
-    text = measured_device_file(measured, DAY)
+    text = calibration_fit.measured_device_file(measured, DAY)
     device = parse_device("here", text, "here.yaml")
     assert not device.is_accelerator
     assert device.per_node == ranks
@@ -114,7 +109,8 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
 
 def test_what_else_runs_makes_no_figure() -> None:
     """Half of the steps are disturbed."""
-    assert (undisturbed_seconds([1.0, 5.0] * 10), undisturbed_seconds([2.0])) == (1.0, 2.0)
+    found = [calibration_fit.undisturbed_seconds(seconds) for seconds in ([1.0, 5.0] * 10, [2.0])]
+    assert found == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("value", [2e-05, 1.5e-07, 0.25, 3e16])

@@ -19,18 +19,7 @@ from shardwise_watch.step_metrics import PARTS, CurveColumn, StepCurve
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
 from tests.unit.watch import pages
-from tests.unit.watch.pages import (
-    DATA_PARALLEL,
-    HOSTILE,
-    TENSOR_PARALLEL,
-    Page,
-    events_of,
-    page_of,
-    report,
-    with_evaluations,
-    with_results,
-    write_events,
-)
+from tests.unit.watch.pages import HOSTILE, events_of, page_of, report, write_events
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +31,11 @@ def sixteen_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(sixteen_ranks: Path) -> Page:
+def page(sixteen_ranks: Path) -> pages.Page:
     return page_of(sixteen_ranks)
 
 
-def test_the_page_has_the_numbers_and_loads_nothing(sixteen_ranks: Path, page: Page, cli: CommandLine) -> None:
+def test_the_page_has_the_numbers_and_loads_nothing(sixteen_ranks: Path, page: pages.Page, cli: CommandLine) -> None:
     found = cli.facts("report", sixteen_ranks)
     assert page.loaded == ["data:,"], "nothing but an empty icon"
     assert found["numbers"]["final_loss"] == loss_of(60)
@@ -84,10 +73,10 @@ def write_resharded(path: Path) -> Path:
     """A run that a person stopped after step 10, and that went on at another layout."""
     change = f"parallel.tensor 2 → 1 {HOSTILE}"
     starts = [
-        Start(0, 10, "stopped by Ctrl-C (SIGINT)", mesh=TENSOR_PARALLEL),
-        Start(10, 20, mesh=DATA_PARALLEL, changes=(change, "train.steps 10 → 20")),
+        Start(0, 10, "stopped by Ctrl-C (SIGINT)", mesh=pages.TENSOR_PARALLEL),
+        Start(10, 20, mesh=pages.DATA_PARALLEL, changes=(change, "train.steps 10 → 20")),
     ]
-    run = write_run(path, starts, mesh=DATA_PARALLEL)
+    run = write_run(path, starts, mesh=pages.DATA_PARALLEL)
     events = events_of(run)
     for event in events:
         if event["event"] == "step" and event["step"] <= 10:
@@ -98,7 +87,7 @@ def write_resharded(path: Path) -> Path:
 def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, cli: CommandLine) -> None:
     run = write_resharded(tmp_path / "run")
     written = report(run)
-    page = Page(written)
+    page = pages.Page(written)
     found = cli.facts("report", run)
     assert found["layouts"] == [[0, "TP 2 + SP"], [10, "DP 2"]]
     events = {(event["kind"], event["step"]): event["text"] for event in found["events"]}
@@ -120,12 +109,12 @@ def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, cli: CommandL
     assert found["lost_seconds"]["restart"] == 0
     assert "1 continuation;" in found["verdict"]
     assert re.search(r'<text x="[^"]+" y="\d+" text-anchor="end">DP 2</text>', written), "the line has no label"
-    other = write_run(tmp_path / "other", mesh=DATA_PARALLEL)
+    other = write_run(tmp_path / "other", mesh=pages.DATA_PARALLEL)
     compared = cli.facts("report", run, other)["compared"]
     assert (compared["config"], compared["layouts"]) == ([], ["TP 2 + SP to step 10, then DP 2", "DP 2"])
 
 
-def test_the_page_opens_with_the_verdict_and_has_all_ranks(page: Page) -> None:
+def test_the_page_opens_with_the_verdict_and_has_all_ranks(page: pages.Page) -> None:
     text = page.text
     first = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 49.7% of the time was lost."
     curve = "Training loss, dots: evaluation"
@@ -252,8 +241,8 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     labels: list[str] = []
     monkeypatch.setattr(axes, "axvline", lambda _, place, **__: places.append(place))
     monkeypatch.setattr(axes, "text", lambda _, x, y, text, **__: labels.append(text))
-    starts = [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
-    run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL, experts=True)
+    starts = [Start(0, 10, mesh=pages.TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
+    run = write_run(tmp_path / "run", starts, mesh=pages.DATA_PARALLEL, experts=True)
     report(run, "--png", tmp_path / "png")
     drawn = {file.stem for file in (tmp_path / "png").iterdir()}
     assert drawn >= {"expert_loads", "largest_loads", "expert_entropy"}
@@ -352,7 +341,7 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
 
 
 def test_scores_of_tasks_are_the_first_table(tmp_path: Path, cli: CommandLine) -> None:
-    run = with_evaluations(write_run(tmp_path / "run", [Start(0, 20)]))
+    run = pages.with_evaluations(write_run(tmp_path / "run", [Start(0, 20)]))
     found = cli.facts("report", run)["tasks"]
     acc = {"task": HOSTILE, "metric": "acc", "step": 20, "score": 0.5, "stderr": 0.1, "first_step": 10, "first": 0.25}
     strict = {"metric": "exact_match (strict)", "score": 0.5, "first": 0.5, "stderr": None}
@@ -424,11 +413,11 @@ def test_the_page_names_the_commit_of_its_run(tmp_path: Path) -> None:
 def test_the_text_is_whole_and_has_no_marks(tmp_path: Path, cli: CommandLine) -> None:
     long = "a < b and c > d; " * 200
     sample = f"<s>To be</s><s> or <|endoftext|>not {long}<div></div><eos>[PAD][PAD]"
-    run = with_results(write_run(tmp_path / "run"), sample=sample)
+    run = pages.with_results(write_run(tmp_path / "run"), sample=sample)
     text = f"To be\n\nor\nnot {long}<div></div>"
     assert cli.facts("report", run)["sample"].replace("\n\n", "\n") == text.replace("\n\n", "\n")
     page = report(run)
     assert "not a &lt; b" in page
-    assert long.strip() in Page(page).text
+    assert long.strip() in pages.Page(page).text
     style = re.search(r"\.sample \{([^}]*)\}", page)
     assert "max-height" not in style[1]

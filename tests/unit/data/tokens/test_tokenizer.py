@@ -13,16 +13,9 @@ from tokenizers import models, pre_tokenizers
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import load_config
 from shardwise.data.formats.prepared_data import document_ends
+from shardwise.data.tokens import tokenizer as tokenizer_module
 from shardwise.data.tokens.encoding import DocumentMarks
-from shardwise.data.tokens.tokenizer import (
-    END_OF_DOCUMENT,
-    Tokenizer,
-    export_user_tokenizer,
-    open_user_tokenizer,
-    special_token_ids,
-    train_tokenizer,
-    user_tokenizer_digest,
-)
+from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, open_user_tokenizer, train_tokenizer
 
 TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]
 STRANGE = "tabs\tand  spaces\r\n\n\n日本語 🦊 \x00 naïve café — “quotes” 12345\n"
@@ -91,7 +84,7 @@ def test_a_users_file_is_taken_without_its_truncation_and_padding(tmp_path: Path
     tokenizer = open_user_tokenizer(str(file), 4)
     assert tokenizer.encode("the fox the fox the").tolist() == [2, 3, 2, 3, 2]
     assert tokenizer.end_of_document == "[SEP]"
-    export_user_tokenizer(str(file), tokenizer, tmp_path / "export")
+    tokenizer_module.export_user_tokenizer(str(file), tokenizer, tmp_path / "export")
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [
         "special_tokens_map.json",
         "tokenizer.json",
@@ -105,12 +98,12 @@ def test_a_users_folder_keeps_its_configuration(tmp_path: Path, eos: object) -> 
     folder = tmp_path / "mine"
     folder.mkdir()
     wordlevel(folder / "tokenizer.json", ["[UNK]", "[SEP]", "the", "fox"])
-    before = user_tokenizer_digest(str(folder))
+    before = tokenizer_module.user_tokenizer_digest(str(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "mine": True}), encoding="utf-8")
-    assert user_tokenizer_digest(str(folder)) != before
+    assert tokenizer_module.user_tokenizer_digest(str(folder)) != before
     tokenizer = open_user_tokenizer(str(folder), 100)
     assert tokenizer.end_of_document == "fox"
-    export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
+    tokenizer_module.export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
     assert json.loads((tmp_path / "export" / "tokenizer_config.json").read_text(encoding="utf-8"))["mine"] is True
 
 
@@ -125,7 +118,7 @@ def test_fault_10_a_tokenizer_may_have_no_end_of_a_document(tmp_path: Path) -> N
     config = load_config("gpt-tiny", ["data.eod_mask_loss=true", "data.path=x"])
     with pytest.raises(ConfigError, match=r"needs the id of the token that ends a document: set data\.eod_token"):
         document_ends(config.data, tmp_path)
-    export_user_tokenizer(str(tmp_path), tokenizer, tmp_path / "export")
-    assert special_token_ids(tmp_path / "export") == {"bos_token_id": None, "eos_token_id": None}
+    tokenizer_module.export_user_tokenizer(str(tmp_path), tokenizer, tmp_path / "export")
+    assert tokenizer_module.special_token_ids(tmp_path / "export") == {"bos_token_id": None, "eos_token_id": None}
     named = json.loads((tmp_path / "export/special_tokens_map.json").read_text(encoding="utf-8"))
     assert named == {}

@@ -20,16 +20,8 @@ from tokenizers import models, normalizers, trainers
 from shardwise.base.errors import DataError
 from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens import ranked_vocabularies
-from shardwise.data.tokens.tokenizer import (
-    END_OF_DOCUMENT,
-    Tokenizer,
-    export_user_tokenizer,
-    keep_user_tokenizer,
-    open_user_tokenizer,
-    special_token_ids,
-    train_tokenizer,
-    user_tokenizer_digest,
-)
+from shardwise.data.tokens import tokenizer as tokenizer_module
+from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, open_user_tokenizer, train_tokenizer
 from tests.unit.data.small_runs import config
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
@@ -103,7 +95,7 @@ def exported(path: Path, folder: Path) -> Any:
     """What transformers opens of an export; our own reading of it is checked too."""
     transformers = pytest.importorskip("transformers")
     tokenizer = open_user_tokenizer(str(path), 1 << 20)
-    export_user_tokenizer(str(path), tokenizer, folder)
+    tokenizer_module.export_user_tokenizer(str(path), tokenizer, folder)
     theirs, again = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
     for text in (*TEXT, *STRANGE):
         ids = tokenizer.encode(text).tolist()
@@ -127,11 +119,13 @@ def test_gpt2_files(tmp_path: Path) -> None:
     kept = {file.name for file in (tmp_path / "export").iterdir()}
     assert {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"} <= kept
     # A changed file is another tokenizer.
-    before = user_tokenizer_digest(str(folder))
+    before = tokenizer_module.user_tokenizer_digest(str(folder))
     merges = (folder / "merges.txt").read_text(encoding="utf-8")
     (folder / "merges.txt").write_text(merges.replace("#version: 0.2\n", ""), encoding="utf-8")
-    assert user_tokenizer_digest(str(folder)) != before
-    assert user_tokenizer_digest(str(folder / "vocab.json")) == user_tokenizer_digest(str(folder))
+    assert tokenizer_module.user_tokenizer_digest(str(folder)) != before
+    assert tokenizer_module.user_tokenizer_digest(str(folder / "vocab.json")) == tokenizer_module.user_tokenizer_digest(
+        str(folder)
+    )
 
 
 def test_files_of_another_name(tmp_path: Path) -> None:
@@ -140,10 +134,12 @@ def test_files_of_another_name(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "fox"}')
     tokenizer = open_user_tokenizer(str(folder / "gpt2-vocab.json"), 300)
     assert tokenizer.end_of_document == END_OF_DOCUMENT
-    export_user_tokenizer(str(folder / "gpt2-merges.txt"), tokenizer, tmp_path / "export")
+    tokenizer_module.export_user_tokenizer(str(folder / "gpt2-merges.txt"), tokenizer, tmp_path / "export")
     assert (tmp_path / "export/vocab.json").read_bytes() == (folder / "gpt2-vocab.json").read_bytes()
     assert Tokenizer.load(tmp_path / "export").encode("fox").tolist() == tokenizer.encode("fox").tolist()
-    assert user_tokenizer_digest(str(folder)) == user_tokenizer_digest(str(folder / "gpt2-vocab.json"))
+    assert tokenizer_module.user_tokenizer_digest(str(folder)) == tokenizer_module.user_tokenizer_digest(
+        str(folder / "gpt2-vocab.json")
+    )
     assert Tokenizer.load(folder).end_of_document == END_OF_DOCUMENT, "the folder is read otherwise than its files"
     (folder / "gpt2-merges.txt").unlink()
     with pytest.raises(DataError, match=r"must hold a tokenizer, which is .*: it has gpt2-vocab\.json"):
@@ -215,7 +211,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
         same_as(tokenizer, reference.encode, ["".join(draw.choices(letters, k=1 + i % 60)) for i in range(400)])
     theirs = exported(folder, tmp_path / "export")
     assert (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")
-    assert special_token_ids(tmp_path / "export") == {"bos_token_id": 1, "eos_token_id": 2}
+    assert tokenizer_module.special_token_ids(tmp_path / "export") == {"bos_token_id": 1, "eos_token_id": 2}
     assert (tmp_path / "export/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
@@ -272,7 +268,7 @@ def test_the_published_bert(tmp_path: Path) -> None:
     reference = transformers.BertTokenizer(str(folder / "vocab.txt"))
     tokenizer = open_user_tokenizer(str(folder), 30522, pairs=True)
     same_as(tokenizer, lambda text: reference(text, add_special_tokens=False)["input_ids"], [*STRANGE, *wikitext()])
-    export_user_tokenizer(str(folder), tokenizer, tmp_path)
+    tokenizer_module.export_user_tokenizer(str(folder), tokenizer, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     same_as(tokenizer, lambda text: theirs(text, add_special_tokens=False)["input_ids"])
 
@@ -313,7 +309,7 @@ ADDED, CHECKPOINTS, CONTRADICTIONS = BESIDE.values()
 def test_fault_12_files_beside_a_tokenizer_add_what_transformers_adds(files: dict[str, Any], tmp_path: Path) -> None:
     folder, size = fast_tokenizer(tmp_path / "own", **files)
     tokenizer = open_user_tokenizer(str(folder), 1 << 20)
-    export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
+    tokenizer_module.export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
     assert tokenizer.vocab_size >= size
     for place in (folder, tmp_path / "export"):
         theirs = transformers.AutoTokenizer.from_pretrained(place)
@@ -329,7 +325,7 @@ def test_fault_12_a_checkpoint_has_the_ids_of_the_training(files: dict[str, Any]
     """Whatever class transformers has for the model."""
     folder, _ = fast_tokenizer(tmp_path / "own", **files)
     tokenizer = open_user_tokenizer(str(folder), 1 << 20)
-    export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
+    tokenizer_module.export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
     (tmp_path / "export/config.json").write_text(json.dumps({"model_type": model}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     assert theirs(NAMED, add_special_tokens=False)["input_ids"] == tokenizer.encode(NAMED).tolist()
@@ -365,7 +361,7 @@ def test_fault_15_bpe_dropout_is_off(tmp_path: Path) -> None:
     tokenizer = open_user_tokenizer(str(folder), size)
     assert tokenizer.encode(TEXT[0]).tolist() == plain
     assert tokenizer.note == "the tokenizer's BPE dropout (0.5) is off: a text always becomes the same tokens"
-    export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
+    tokenizer_module.export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export")(TEXT[0])["input_ids"] == plain
     assert Tokenizer.load(tmp_path / "export").note is None
     (tmp_path / "a.txt").write_text(TEXT[0])
@@ -421,7 +417,7 @@ def test_tekken(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.token_of(11), tokenizer.end_of_document_id) == (279, "<SPECIAL_11>", 2)
     assert tokenizer.begin_of_document == "<s>"
     tekken(tmp_path / "tekken.json")
-    kept = keep_user_tokenizer(str(tmp_path), 279, tmp_path / "kept", None)
+    kept = tokenizer_module.keep_user_tokenizer(str(tmp_path), 279, tmp_path / "kept", None)
     assert Tokenizer.load(tmp_path / "kept").digest == kept.digest == tokenizer.digest
     assert json.loads((tmp_path / "kept/special_tokens_map.json").read_text())["bos_token"] == "<s>"
     unlisted = Tokenizer.load(tekken(tmp_path / "tekken_2.json", special_tokens=None, config={"pattern": PATTERN}))

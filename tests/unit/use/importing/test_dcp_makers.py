@@ -1,5 +1,6 @@
 """torchtitan's and OLMo-core's names, written by torch's own writer: weights, moments, keys, and what is refused."""
 
+import copy
 import functools
 import json
 import operator
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,12 +23,12 @@ from shardwise_use.importing.torchtitan import open_torchtitan
 from tests.command_line import CommandLine
 from tests.hugging_face import save
 from tests.unit.use.importing.checks import assert_equal, problems, states_of
+from tests.unit.use.importing.megatron_shards import OTHERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FULL = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
 GROUP = {"lr": 1e-4, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-OTHERS = Path(__file__).with_name("names.yaml").read_text(encoding="utf-8")
-TITAN, OLMO = (yaml.safe_load(OTHERS)[program] for program in ("titan", "olmo"))
+TITAN, OLMO = OTHERS["titan"], OTHERS["olmo"]
 
 
 def named(weights: Mapping[str, Tensor], rules: Mapping[str, str]) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def titan(case: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
 
 def olmo_fields(**changes: Any) -> dict[str, Any]:
     """The configuration that lies beside a checkpoint, with other values at some paths."""
-    fields: dict[str, Any] = yaml.safe_load(OTHERS)["olmo config"]
+    fields = copy.deepcopy(OTHERS["olmo config"])
     for path, value in changes.items():
         *parents, last = path.split(".")
         functools.reduce(operator.getitem, parents, fields)[last] = value
