@@ -41,7 +41,7 @@ def others(tmp_path: Path) -> Path:
 
 
 RECORD = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
-RECIPES, SETTINGS, FAMILIES, SCHEDULES, WARMUPS = RECORD.values()
+RECIPES, SETTINGS, FAMILIES, SCHEDULES, WARMUPS, REFUSED = RECORD.values()
 LACKS_MODEL = ("run_clm.sh", "training_args.json", "deepspeed.json", "axolotl.yaml", "litgpt.yaml")
 LACKS_LENGTH = ("training_args.json", "deepspeed.json")
 
@@ -106,7 +106,6 @@ def test_what_is_missing_or_misspelt_is_told(others: Path, cli: CommandLine) -> 
     assert "give keys beside it" not in said
 
 
-SEVERAL = "must be of one program, and it has settings of Hugging Face's Trainer and Megatron-LM: keep those of one"
 MEGATRON = "pretrain_gpt.py --num-layers 2 --train-iters 10 --tensor-model-parallel-size 2"
 GPT = (
     "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -126,28 +125,11 @@ def test_several_flags_of_megatron_say_the_family(family: str, tmp_path: Path) -
     assert made.sections["train"]["global_batch"] == "1 per 1 rank"
 
 
-BAD: dict[str, tuple[str, str]] = {
-    "none.txt": ("hello --world 3\n", "must have arguments or a config of Megatron-LM, torchtitan, OLMo-core, "),
-    "two.sh": (f"{MEGATRON} --per_device_train_batch_size 2 --learning_rate 1\n", SEVERAL),
-    "three.sh": (
-        "run.py --grad_accum_usteps 2 --use_zero_1 1 --use_mix_precision --tensor_parallel_size 2 --output_dir o "
-        "--per_device_train_batch_size 2 --learning_rate 1\n",
-        "settings of Hugging Face's Trainer and Neuron's scripts: keep",
-    ),
-    "odd.sh": (f"{MEGATRON} --lr [1,\n", "the value '[1,' is not valid YAML: "),
-    "bad.json": ('{"a":', "cannot be read: Expecting value: line 1 column 6"),
-    "bad.yaml": ("a: [", "is not valid YAML: "),
-    "bad.py": ("def f(:", "is no Python program: invalid syntax"),
-    "long.py": (f"a = 1{' + 1' * 20000}\nn_layer = a\n", "maximum recursion depth exceeded"),
-    "itself.py": ("a = b\nb = a\nn_layer = a\nn_head = 2\nblock_size = 3\n", "model.num_hidden_layers is missing"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_file_that_is_none_is_refused_in_a_sentence(name: str, tmp_path: Path, cli: CommandLine) -> None:
-    text, problem = BAD[name]
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    assert problem in cli.refused("recipes", "--from", tmp_path / name)
+def test_a_file_that_is_none_is_refused_in_a_sentence(tmp_path: Path, cli: CommandLine) -> None:
+    deep = ["long.py", f"a = 1{' + 1' * 20000}\nn_layer = a", "maximum recursion depth exceeded"]
+    for name, text, problem in [*REFUSED, deep]:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert problem in cli.refused("recipes", "--from", tmp_path / name), name
 
 
 def test_nothing_in_a_file_is_executed(tmp_path: Path, cli: CommandLine) -> None:
