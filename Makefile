@@ -60,7 +60,9 @@ test-all: env test-packages
 	$(PYTEST) --device neuron-like $(addprefix tests/,$(LIKE_NEURON)) $(ARGS)
 
 LIKE_NEURON := dist/test_cells.py dist/test_checkpoint.py dist/test_bits.py \
-	dist/test_non_finite.py e2e/test_device.py e2e/test_stages.py e2e/test_stopping.py
+	dist/test_drift.py::test_all_ranks_stop_before_the_update \
+	dist/test_drift.py::test_a_pipeline_names_the_first_fault_of_all_stages \
+	e2e/test_device.py e2e/test_stages.py e2e/test_stopping.py
 
 # The tests of devices on this machine's accelerator; DEVICE=strict or DEVICE=cpu chooses another (docs/devices.md).
 test-device: env

@@ -51,7 +51,7 @@ def main() -> None:
         inputs, targets = (tensor.to(device) for tensor in make_batch(STEPS))
         final = float(nn.functional.cross_entropy(model(inputs), targets))
     if rank == 0:
-        print(f"final loss {final:.9f}")
+        print(f"final loss {final:.5f}")
     if ranks > 1:
         dist.destroy_process_group()
 

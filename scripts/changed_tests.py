@@ -28,7 +28,6 @@ _BY_NAME = {
     "shardwise.layers.bitwise": "shardwise.layers.bitwise.",
     "shardwise.models.build": "shardwise.models.",
     "shardwise.train.build": "shardwise.optim.",
-    "shardwise.verify.rank_calls": "shardwise.verify.called_rank",
     "shardwise_jobs.cli.submit": "shardwise_jobs.cli.",
 }
 

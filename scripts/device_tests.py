@@ -30,7 +30,7 @@ TESTS_OF_RANKS = (
     "tests/dist/test_bits.py",
     "tests/dist/test_cells.py",
     "tests/dist/test_checkpoint.py::test_reshard",
-    "tests/dist/test_checkpoint.py::test_resume_at_the_same_layout_is_exact",
+    "tests/dist/test_checkpoint.py::test_resuming_a_layout_is_exact",
     "tests/dist/test_checkpoint.py::test_reshard_over_pipelines",
     "tests/dist/test_checkpoint.py::test_other_precision_and_bucket_size",
 )

@@ -1,7 +1,5 @@
 """Commands in the process of a test: the fixture `cli` of conftest.py."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

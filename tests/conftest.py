@@ -83,8 +83,6 @@ def _in_turn(tests: Path, worker: dict[str, Any]) -> list[str]:
 
 
 _LONGEST_FIRST = ("dist", "golden", "cluster", "e2e", "fake")
-
-
 _POOLED = ("dist", "golden")
 """Folders whose tests share pools of ranks."""
 
@@ -184,8 +182,6 @@ def device_count(device: str) -> float:
 
 _pools: dict[int, RankPool] = {}
 _numbers = itertools.count()
-
-
 LONG = 200
 """Elements, or lines, from which on pytest compares two values for minutes where the variable CI is set."""
 

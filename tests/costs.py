@@ -1,7 +1,5 @@
 """Processor time of each test and its file, with all processes that it started: `make test ARGS="-p tests.costs"`."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """A user of the loopback hub, with processes of their own: the hub's client reads its environment once."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -31,7 +31,6 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 4, "n_positions": 24,
 }  # fmt: skip
-
 _KEYS = _SIZES | {"num_key_value_heads": 2}
 _WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,7 +1,5 @@
 """Bytes of tensors as they are made and freed: what a rank holds itself, on any device and by no allocator's count."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections import deque

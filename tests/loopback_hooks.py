@@ -1,7 +1,5 @@
 """A web server of this machine that takes notices, as a chat program does, or fails in a way that its path names."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A hub on the loopback interface: the part of huggingface.co's API that fetches and uploads models and data sets."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """An S3 server on loopback, in a process of its own, and the environment of its users."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -4,8 +4,6 @@
 steps in a few seconds, for benchmarks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -34,25 +32,6 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Start:
-    """One start of a run.
-
-    Attributes:
-        after: steps that were done before, as the checkpoint says that it loads; 0 for a new training.
-        until: the last step that it takes.
-        reason: of its "stop" event; None where a kill left it no time to write one.
-        mesh: its ranks, where they are not those of the whole run.
-        changes: keys that differ from the start before, as its "resume" event names them.
-    """
-
-    after: int
-    until: int
-    reason: str | None = "finished"
-    mesh: Mesh | None = None
-    changes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Mesh:
     """The ranks of a run: the degree along each axis, how many machines they are on, and sequence parallelism."""
 
@@ -74,6 +53,25 @@ class Mesh:
 
     def local_rank(self, rank: int) -> int:
         return rank % (self.world // self.nodes)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    Attributes:
+        after: steps that were done before, as the checkpoint says that it loads; 0 for a new training.
+        until: the last step that it takes.
+        reason: of its "stop" event; None where a kill left it no time to write one.
+        mesh: its ranks, where they are not those of the whole run.
+        changes: keys that differ from the start before, as its "resume" event names them.
+    """
+
+    after: int
+    until: int
+    reason: str | None = "finished"
+    mesh: Mesh | None = None
+    changes: tuple[str, ...] = ()
 
 
 EXPERTS = {"expert_load_max": 2.5, "expert_idle": 0.125, "expert_entropy": 0.75, "balance_losses": {"switch": 0.0125}}
@@ -222,70 +220,39 @@ def write_big(
 
 def start_event(mesh: Mesh, now: float, steps: int, before: int) -> dict[str, Any]:
     return {
-        "event": "start",
-        "time": stamp(now),
-        "parameters": 124_439_808,
+        "event": "start", "time": stamp(now), "parameters": 124_439_808, "device": DEVICE, "ranks": mesh.world,
         "layout": {"tensor": mesh.tp, "sequence": mesh.sequence, "pipeline": mesh.pp, "data": mesh.dp, "zero": 1},
-        "device": DEVICE,
         "precision": {"parameter": "bfloat16", "gradient": "float32", "reduce": "float32", "optimizer": "float32"},
         "memory_expected_bytes": {"parameters": 2 * GIB, "gradients": 4 * GIB, "optimizer": 6 * GIB, "other": GIB},
-        "steps": steps,
-        "steps_before": before,
-        "loaded": None,
+        "steps": steps, "steps_before": before, "loaded": None, "seconds_before_training": BEFORE_TRAINING,
         "mfu_terms": {
-            "flops_per_token": 8.5e8,
-            "attention": "causal",
-            "peak_flops_per_device": 989.5e12,
-            "devices": mesh.world,
+            "flops_per_token": 8.5e8, "attention": "causal", "peak_flops_per_device": 989.5e12, "devices": mesh.world,
         },
-        "seconds_before_training": BEFORE_TRAINING,
-        "ranks": mesh.world,
-    }
+    }  # fmt: skip
 
 
 def step_event(
     step: int, now: float, waited: Mapping[str, float], *, straggler: int | None = None, is_spike: bool = False
 ) -> dict[str, Any]:
+    tokens_per_second = TOKENS / STEP_SECONDS
     return {
-        "event": "step",
-        "time": stamp(now),
-        "step": step,
-        "loss": loss_of(step) + 5.0 * is_spike,
-        "lr": 3e-4,
-        "grad_norm": 1.25,
-        "param_norm": 120.5,
-        "tokens": step * TOKENS,
-        "samples": step * SAMPLES,
-        "tokens_per_second": TOKENS / STEP_SECONDS,
-        "samples_per_second": SAMPLES / STEP_SECONDS,
-        "mfu": 0.41,
-        "tokens_per_second_per_device": TOKENS / STEP_SECONDS / 8,
-        "peak_tokens_per_second": 1.1 * TOKENS / STEP_SECONDS,
-        "step_seconds": STEP_SECONDS,
-        "peak_memory_bytes": 16 * GIB,
-        "bubble": 0.12,
-        "split_seconds": {**SPLIT, "checkpoint": 0.0},
-        "waited_seconds": dict(waited),
+        "event": "step", "time": stamp(now), "step": step, "loss": loss_of(step) + 5.0 * is_spike, "lr": 3e-4,
+        "grad_norm": 1.25, "param_norm": 120.5, "tokens": step * TOKENS, "samples": step * SAMPLES,
+        "tokens_per_second": tokens_per_second, "samples_per_second": SAMPLES / STEP_SECONDS, "mfu": 0.41,
+        "tokens_per_second_per_device": tokens_per_second / 8, "peak_tokens_per_second": 1.1 * tokens_per_second,
+        "step_seconds": STEP_SECONDS, "peak_memory_bytes": 16 * GIB, "bubble": 0.12,
+        "split_seconds": {**SPLIT, "checkpoint": 0.0}, "waited_seconds": dict(waited),
         "communication_bytes": {"tp": 3 * GIB, "dp": GIB, "pp": GIB // 8},
         "memory_bytes": {"parameters": 2 * GIB, "gradients": 4 * GIB, "optimizer": 6 * GIB, "other": 2 * GIB},
         "loss_spike": 6.0 if is_spike else 0.3,
         "straggler": None if straggler is None else {"rank": straggler, "relative": 2.0, "own": 2.0},
-    }
+    }  # fmt: skip
 
 
 def rank_start(mesh: Mesh, rank: int, now: float) -> dict[str, Any]:
-    return {
-        "event": "start",
-        "time": stamp(now),
-        "rank": rank,
-        "host": mesh.host(rank),
-        "pid": FIRST_PID + rank,
-        "device": DEVICE,
-        "local_rank": mesh.local_rank(rank),
-        "place": mesh.place(rank),
-        "cores": 64,
-        "memory_total_bytes": 512 * GIB,
-    }
+    place = {"local_rank": mesh.local_rank(rank), "place": mesh.place(rank), "host": mesh.host(rank)}
+    machine = {"device": DEVICE, "cores": 64, "memory_total_bytes": 512 * GIB, "pid": FIRST_PID + rank}
+    return {"event": "start", "time": stamp(now), "rank": rank, **place, **machine}
 
 
 def rank_step(mesh: Mesh, rank: int, step: int, now: float, work: float) -> dict[str, Any]:
@@ -293,25 +260,14 @@ def rank_step(mesh: Mesh, rank: int, step: int, now: float, work: float) -> dict
     own = work * 0.4 * STEP_SECONDS
     node = {"host_cpu": 0.35, "host_memory_bytes": 96 * GIB} if mesh.local_rank(rank) == 0 else {}
     return {
-        "step": step,
-        "time": stamp(now),
-        "step_seconds": STEP_SECONDS,
-        "input_seconds": SPLIT["data"] * STEP_SECONDS,
-        "peak_memory_bytes": 16 * GIB,
+        "step": step, "time": stamp(now), "step_seconds": STEP_SECONDS, "input_seconds": SPLIT["data"] * STEP_SECONDS,
         "allocator_bytes": {
-            "active": 14 * GIB,
-            "reserved": 15 * GIB,
-            "peak_active": 16 * GIB,
-            "peak_reserved": 17 * GIB,
+            "active": 14 * GIB, "reserved": 15 * GIB, "peak_active": 16 * GIB, "peak_reserved": 17 * GIB,
         },
-        "split_seconds": {**SPLIT, "checkpoint": 0.0},
-        "work_seconds": own,
-        "memory_in_use_bytes": (14 * GIB) + rank * (GIB // 64),
-        "device_utilization": 0.93,
-        "stage_seconds": [{"stage": mesh.place(rank)["pp"], "forward": own * 0.35, "backward": own * 0.65}],
-        "bubble": 0.12,
-        **node,
-    }
+        "split_seconds": {**SPLIT, "checkpoint": 0.0}, "work_seconds": own, "peak_memory_bytes": 16 * GIB,
+        "memory_in_use_bytes": (14 * GIB) + rank * (GIB // 64), "device_utilization": 0.93, "bubble": 0.12,
+        "stage_seconds": [{"stage": mesh.place(rank)["pp"], "forward": own * 0.35, "backward": own * 0.65}], **node,
+    }  # fmt: skip
 
 
 def ending(how: str, began: float, seconds: float, step: int, text: str = "", **more: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A pool of real ranks that stay alive between tests, since starting them costs more than most tests do."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle
@@ -110,6 +108,10 @@ class RankPool:
             process.join()
         self._processes = []
         self._tasks = []
+
+
+Pools = Callable[..., RankPool]
+"""Pools by the number of their ranks, and by what their device is like."""
 
 
 def _serve(

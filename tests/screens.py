@@ -1,7 +1,5 @@
 """A terminal for what a command shows of long work, whatever time it takes."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty
@@ -13,7 +11,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from shardwise.base import progress as module
+from shardwise.base import terminal as module
 
 
 class Ended(threading.Event):

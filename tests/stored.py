@@ -1,7 +1,5 @@
 """Checkpoints made without torch: numpy tensors, cut as a layout would cut them, written as a save writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +18,6 @@ from shardwise.checkpoint.storage.root import Root
 Tensor = tuple[str, npt.NDArray[Any]]
 """(dtype of the format, values or their bits)."""
 Tensors = Mapping[str, Mapping[str, Tensor]]
-
 MODEL_CONFIG = {"family": "llama", "hidden_size": 6, "num_hidden_layers": 1, "vocab_size": 11}
 
 

@@ -1,7 +1,5 @@
 """Sweeps of which `make test` runs a few cells, and `make test-all` all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

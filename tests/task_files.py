@@ -1,7 +1,5 @@
 """Five small tasks of every type of request, and a model with a tokenizer that transformers opens too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ _TEXTS = [
 ]
 VOCABULARY = 333
 WINDOW = 48
-
 _COMMON = """\
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}

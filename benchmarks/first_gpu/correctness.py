@@ -17,7 +17,7 @@ COLUMNS = "tests passed failed skipped first_failure"
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("tests/e2e/test_device.py",)
 RANKS = (
-    "tests/dist/test_fp8.py",
+    "tests/dist/test_precision.py",
     "tests/dist/test_cells.py",
     "tests/dist/test_experts.py",
     "tests/dist/test_bits.py",

@@ -25,77 +25,52 @@ from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
 
 _POLL_SECONDS = 0.2
-_LONGEST_POLL_SECONDS = 5.0
-"""Longer pauses between two polls are a stop of this process, and no silence of the nodes."""
-_GRACE_SECONDS = 5.0
-"""Seconds in which the other nodes report their ends, once one has failed: the cause may be theirs."""
-_END_SECONDS = 10.0
-"""Seconds in which the launchers end once they are told to; a machine that does not answer cannot."""
-_LINE_BYTES = 2**24
-"""Longest message: the heartbeats of a node's ranks, and 4,000 characters of a log."""
+_LONGEST_POLL_SECONDS = 5.0  # longer pauses between two polls are a stop of this process, and no silence of the nodes
+_GRACE_SECONDS = 5.0  # seconds in which the other nodes report their ends, once one has failed: the cause may be theirs
+_END_SECONDS = 10.0  # seconds in which the launchers end once they are told to; a machine that does not answer cannot
+_LINE_BYTES = 2**24  # longest message: the heartbeats of a node's ranks, and 4,000 characters of a log
 
 
 @dataclass
 class _NodeLauncher:
-    """The launcher of one node.
-
-    Attributes:
-        heard: time of its last message, in seconds in which this process ran.
-        ended: last message, with the end of the ranks; None before it.
-    """
+    """The launcher of one node."""
 
     number: int
     name: str
     writer: asyncio.StreamWriter
-    heard: float
+    heard: float  # time of its last message, in seconds in which this process ran
     is_connected: bool = True
     is_training: bool = False
     beats: list[heartbeat.Beat] = field(default_factory=list)
-    ended: Mapping[str, Any] | None = None
+    ended: Mapping[str, Any] | None = None  # last message, with the end of the ranks; None before it
 
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The end of an attempt at a job.
+    """The end of an attempt at a job."""
 
-    Attributes:
-        stopped: text of ranks that stopped with a checkpoint, as they were asked to; None if they did not.
-        failure: cause of the failure; None without one.
-        lost: names of the nodes whose launcher did not report its end.
-        step: steps done at the end, as far as heartbeats tell.
-        until_joined, until_training, after_last_step: seconds, as in `restarts.AttemptEnding`.
-        logs: texts of torch's agents, by node.
-    """
-
-    stopped: str | None
-    failure: Failure | None
-    lost: tuple[str, ...]
-    step: int
+    stopped: str | None  # text of ranks that stopped with a checkpoint, as they were asked to; None if they did not
+    failure: Failure | None  # cause of the failure; None without one
+    lost: tuple[str, ...]  # names of the nodes whose launcher did not report its end
+    step: int  # steps done at the end, as far as heartbeats tell
+    # until_joined, until_training, after_last_step: seconds, as in `restarts.AttemptEnding`.
     until_joined: float | None
     until_training: float | None
     after_last_step: float
-    logs: Mapping[str, str]
+    logs: Mapping[str, str]  # texts of torch's agents, by node
 
 
 @dataclass(eq=False)
 class AttemptWatch:
-    """One attempt at a job, which `run` starts and watches.
+    """One attempt at a job, which `run` starts and watches."""
 
-    Attributes:
-        address: address by which the other nodes reach this one.
-        logs: folder of the ranks' logs.
-        id: id of the attempt.
-        silence: seconds without a message after which a node is lost.
-        heard: function that is called with the name of a signal that a node's launcher has got.
-    """
-
-    address: str
+    address: str  # address by which the other nodes reach this one
     nodes: int
     ranks_per_node: int
-    logs: Path
-    id: str
-    silence: float
-    heard: Callable[[str], None]
+    logs: Path  # folder of the ranks' logs
+    id: str  # id of the attempt
+    silence: float  # seconds without a message after which a node is lost
+    heard: Callable[[str], None]  # function that is called with the name of a signal that a node's launcher has got
 
     def __post_init__(self) -> None:
         # A launcher of an earlier attempt may still live. It knows another secret, and is not heard.
@@ -194,7 +169,6 @@ class AttemptWatch:
                 return None
 
     def _absent(self) -> str:
-        """Name the nodes that have not joined, if some have."""
         absent = [number for number in range(self.nodes) if number not in self._launchers]
         names = f"; of {self.nodes} nodes, the launcher of number {listing(absent, most=5)} has not joined"
         return names if absent and len(absent) < self.nodes else ""
@@ -316,7 +290,6 @@ class AttemptWatch:
 
 
 def _free_port(address: str) -> int:
-    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]

@@ -21,24 +21,17 @@ from shardwise_jobs.submission import Submitted, submitted
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of one job, as the user reads it.
-
-    Attributes:
-        state: queued, requeued, starting, running, or its end.
-        reason: SLURM's reason, for a job that waits.
-        step: last recorded step; None without one.
-        job: SLURM's facts; None if SLURM has forgotten the job.
-    """
+    """The state of one job, as the user reads it."""
 
     id: str
     kind: str
-    state: str
-    reason: str
+    state: str  # queued, requeued, starting, running, or its end
+    reason: str  # SLURM's reason, for a job that waits
     run: Path
-    step: int | None = None
+    step: int | None = None  # last recorded step; None without one
     loss: float | None = None
     seconds: float | None = None
-    job: slurm_commands.SlurmJob | None = None
+    job: slurm_commands.SlurmJob | None = None  # SLURM's facts; None if SLURM has forgotten the job
 
     @property
     def text(self) -> str:
@@ -103,13 +96,7 @@ def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | Non
 
 
 def job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
-    """Divide the time of a cluster's job: the share in which steps were taken that are in the result, and the losses.
-
-    A step that is done again counts once. Between the starts the job waits in the queue, which is not counted.
-
-    Args:
-        loading: seconds in which checkpoints were loaded.
-    """
+    """Divide the time of a submitted job over all its starts: the share of steps in the result, and the losses."""
     total = sum(ending.seconds for ending in endings)
     if not total:
         return []

@@ -19,48 +19,30 @@ from shardwise.runs.folder import JsonLines
 from shardwise.runs.json_records import record_instances
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed", "cancelled"]
-_NOT_FINITE = "must be finite"
-"""Words of the trainer's error on a loss or gradient (`Passes.non_finite_error`)."""
+_NOT_FINITE = "must be finite"  # words of the trainer's error on a loss or gradient (`Passes.non_finite_error`)
 
 
 @dataclass(frozen=True)
 class AttemptEnding:
-    """The end of one attempt at a job.
+    """The end of one attempt at a job."""
 
-    Attributes:
-        how: "stopped" by the user, or "cancelled" before it; "preempted" with a warning; "ended by SLURM" without
-            one, or cancelled; "lost node" if a node did not answer, while SLURM let the job run.
-        job: number of the job in SLURM.
-        requeues: number of times that SLURM had started the job again.
-        nodes: number of nodes.
-        began: beginning, in seconds since the epoch.
-        seconds: duration of the attempt.
-        until_joined: seconds until the launchers of all nodes were there; None if they never were.
-        until_training: seconds until the first step began; None if none did.
-        after_last_step: seconds between the last step, as heartbeats show it, and the end.
-        first_step: steps that were done when the attempt began to train; None if it did not.
-        step: steps done at the end.
-        checkpoint: step of the newest checkpoint on the disk, 0 without one.
-        rank: rank at fault; None if none is known.
-        text: failure, as the user reads it.
-        exit_code: exit code that the failure has by itself.
-    """
-
+    # "stopped" by the user, or "cancelled" before it; "preempted" with a warning; "ended by SLURM" without one, or
+    # cancelled; "lost node" if a node did not answer, while SLURM let the job run.
     how: How
-    job: str
-    requeues: int
-    nodes: int
-    began: float
-    seconds: float = 0.0
-    until_joined: float | None = None
-    until_training: float | None = None
-    after_last_step: float = 0.0
-    first_step: int | None = None
-    step: int = 0
-    checkpoint: int = 0
-    rank: int | None = None
-    text: str = ""
-    exit_code: int = 0
+    job: str  # number of the job in SLURM
+    requeues: int  # number of times that SLURM had started the job again
+    nodes: int  # number of nodes
+    began: float  # beginning, in seconds since the epoch
+    seconds: float = 0.0  # duration of the attempt
+    until_joined: float | None = None  # seconds until the launchers of all nodes were there; None if they never were
+    until_training: float | None = None  # seconds until the first step began; None if none did
+    after_last_step: float = 0.0  # seconds between the last step, as heartbeats show it, and the end
+    first_step: int | None = None  # steps that were done when the attempt began to train; None if it did not
+    step: int = 0  # steps done at the end
+    checkpoint: int = 0  # step of the newest checkpoint on the disk, 0 without one
+    rank: int | None = None  # rank at fault; None if none is known
+    text: str = ""  # failure, as the user reads it
+    exit_code: int = 0  # exit code that the failure has by itself
 
     @property
     def kept(self) -> int:

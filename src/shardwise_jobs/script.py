@@ -19,8 +19,7 @@ from shardwise.config import Config
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.slurm_commands import MARK
 
-_REPLACED = '%\\"'
-"""Characters that SLURM replaces in the path of a log."""
+_REPLACED = '%\\"'  # characters that SLURM replaces in the path of a log
 
 
 def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str | None) -> int:
@@ -56,25 +55,16 @@ def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str |
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The job to submit.
-
-    Attributes:
-        recipe: a shipped recipe's name, or the path of a file that stays as it is.
-        overrides: `key=value` words after the recipe.
-        run_path: absolute path of the run's folder.
-        directory: working directory of the job.
-        nodes: fewest and most nodes.
-        gres: resources that SLURM reserves on each node.
-    """
+    """The job to submit."""
 
     config: Config
-    recipe: str
-    overrides: tuple[str, ...]
-    run_path: Path
-    directory: Path
-    nodes: tuple[int, int]
+    recipe: str  # a shipped recipe's name, or the path of a file that stays as it is
+    overrides: tuple[str, ...]  # `key=value` words after the recipe
+    run_path: Path  # absolute path of the run's folder
+    directory: Path  # working directory of the job
+    nodes: tuple[int, int]  # fewest and most nodes
     ranks_per_node: int
-    gres: str | None
+    gres: str | None  # resources that SLURM reserves on each node
 
     @property
     def node_range(self) -> str:
@@ -206,7 +196,6 @@ def _shared(job: JobPlan) -> list[str]:
 
 
 def _further(options: Sequence[str]) -> list[str]:
-    """Return the lines of `launch.sbatch`."""
     parts = [option.partition("=") for option in options]
     return [_sbatch_header(name, value if sign else None, name="launch.sbatch") for name, sign, value in parts]
 
@@ -219,8 +208,7 @@ def _name(job: JobPlan) -> str:
     return in_one_line("--run-dir", job.run_path.name)
 
 
-_LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Control characters and other ends of a line."""
+_LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and other ends of a line
 
 
 def in_one_line(name: str, text: str) -> str:
@@ -251,11 +239,7 @@ def operand(name: str, text: str) -> str:
 def _sbatch_header(option: str, text: str | None = None, *, name: str | None = None) -> str:
     """Return a line of a script that gives sbatch an option, with quotes around a value that needs them.
 
-    Args:
-        name: the user's name of the value, for the message.
-
-    Raises:
-        ConfigError: the value does not fit in one line.
+    `name`: the user's name of the value. ConfigError: the value does not fit in one line.
     """
     if text is None:
         return f"#SBATCH {option}"

@@ -15,8 +15,7 @@ from shardwise.base.errors import ConfigError, RunError, see
 
 TIMEOUT = 60.0
 _REQUEUE_TRIES = 6
-_REQUEUE_PAUSE = 10.0
-"""A controller that restarts, or ends many jobs at once, does not answer for a while."""
+_REQUEUE_PAUSE = 10.0  # a controller that restarts, or ends many jobs at once, does not answer for a while
 _FIELDS = ("%i", "%T", "%r", "%D", "%N", "%M", "%l", "%P", "%S", "%V", "%k")
 MARK = "shardwise:"
 """Beginning of the comment of a job; the run's folder follows."""
@@ -24,29 +23,20 @@ MARK = "shardwise:"
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job as SLURM has it.
-
-    Attributes:
-        state: SLURM's word, such as PENDING or RUNNING.
-        reason: SLURM's word for the cause of the wait; empty for a job that does not wait.
-        nodes: number of nodes.
-        node_list: names of the nodes of a running job.
-        elapsed, limit: times as SLURM writes them.
-        starts: expected start; empty if SLURM does not know it.
-        run: the run's folder; None for a job that is not one of shardwise's.
-    """
+    """A job as SLURM has it."""
 
     id: str
-    state: str
-    reason: str
-    nodes: int
-    node_list: str
+    state: str  # SLURM's word, such as PENDING or RUNNING
+    reason: str  # SLURM's word for the cause of the wait; empty for a job that does not wait
+    nodes: int  # number of nodes
+    node_list: str  # names of the nodes of a running job
+    # elapsed, limit: times as SLURM writes them.
     elapsed: str
     limit: str
     partition: str
-    starts: str
+    starts: str  # expected start; empty if SLURM does not know it
     submitted: str
-    run: str | None
+    run: str | None  # the run's folder; None for a job that is not one of shardwise's
 
 
 def require() -> None:
@@ -228,21 +218,13 @@ def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEO
 
 @dataclass(frozen=True)
 class Allocation:
-    """The machines that SLURM has given to the job of this process.
+    """The machines that SLURM has given to the job of this process."""
 
-    Attributes:
-        job: number of the job in SLURM.
-        requeues: number of times that SLURM has started the job again.
-        nodes: number of nodes.
-        first: name of the first node.
-        ends: end of the time limit, in seconds since the epoch; None without a limit.
-    """
-
-    job: str
-    requeues: int
-    nodes: int
-    first: str
-    ends: float | None
+    job: str  # number of the job in SLURM
+    requeues: int  # number of times that SLURM has started the job again
+    nodes: int  # number of nodes
+    first: str  # name of the first node
+    ends: float | None  # end of the time limit, in seconds since the epoch; None without a limit
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
@@ -260,10 +242,3 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
         first=first_name(variables.get("SLURM_JOB_NODELIST", "")),
         ends=float(ends) if ends.isdecimal() else _end_of_time_limit(variables["SLURM_JOB_ID"]),
     )
-
-
-def slurm_device_memory(kind: str) -> int | None:
-    """Bytes of an accelerator that SLURM calls by a type such as `h100`; None where several sizes were sold."""
-    gigabytes = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
-    size = gigabytes.get(kind.lower())
-    return None if size is None else size * 10**9

@@ -16,32 +16,30 @@ from shardwise.base.files import write_atomic
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
-from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
+from shardwise.estimates.memory import RESERVED, expected_memory, neediest_rank, node_memory_of_copies
 from shardwise.estimates.memory_choice import fitted_to_memory
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
+from shardwise.train.memory_remedies import too_large_text
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
-from shardwise_jobs.slurm_commands import slurm_device_memory
 
 RECIPE = "recipe.yaml"
 SCRIPT = "job.sh"
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
+_GIGABYTES = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
+"""SLURM's type of an accelerator → its memory in GB; types that were sold with several sizes are left out."""
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """The record of a submitted job.
-
-    Attributes:
-        kind: "train" or "compile".
-        commit: commit of the folder of the submission, with `+` if files differ from it; None outside of a repository.
-    """
+    """The record of a submitted job."""
 
     id: str
-    kind: str
+    kind: str  # "train" or "compile"
     time: str
+    # Commit of the folder of the submission, with `+` if files differ from it; None outside of a repository.
     commit: str | None
 
 
@@ -196,14 +194,14 @@ def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | 
 def _device_memory(gres: str | None) -> int | None:
     """Return the bytes of the device that SLURM's resources name, such as gpu:h100:8; None if they name none."""
     kind = (gres or "").split(":")
-    return slurm_device_memory(kind[1]) if len(kind) == 3 else None
+    gigabytes = _GIGABYTES.get(kind[1].lower()) if len(kind) == 3 else None
+    return None if gigabytes is None else gigabytes * 10**9
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
-    """Return a line on what a failed job resumes from, if copies of the state in the nodes' memory are possible."""
     keys = job.config.checkpoint
     every = keys.every if keys.memory_every is None else keys.memory_every
-    taken = memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)
+    taken = node_memory_of_copies(job.config, layout, job.ranks_per_node, accelerator)
     if taken is None:
         return []
     if not every:
@@ -233,7 +231,6 @@ def _node_hours(job: JobPlan) -> str:
 
 
 def _cluster_notes() -> list[str]:
-    """Return notes on settings of the cluster that cost steps."""
     configuration = slurm_commands.configuration() if shutil.which("scontrol") else ""
     preempts = any(
         line.startswith("PreemptMode") and not line.rstrip().endswith("OFF") for line in configuration.splitlines()

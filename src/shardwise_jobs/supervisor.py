@@ -20,14 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from shardwise.base.errors import ConfigError, RunError, StoppedError, see
+from shardwise.base.errors import ConfigError, LaunchError, RunError, StoppedError, see
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.config.launch import LaunchConfig
 from shardwise.launch import notices, stop_requests
-from shardwise.launch.external_launchers import address_of
+from shardwise.launch.external_launchers import first_node_address
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
-from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.events import first_step, last_recorded_step, newest_checkpoint
@@ -35,13 +34,11 @@ from shardwise_jobs import slurm_commands
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 from shardwise_jobs.restarts import AttemptEnding, Decision, How, decide, history, record
 
-_PAUSE_SECONDS = 1.0
-"""Pause before the next attempt: the cause of the failure may last for a moment."""
+_PAUSE_SECONDS = 1.0  # pause before the next attempt: the cause of the failure may last for a moment
 _LEAVE_SECONDS = 30.0
 """Seconds before the time limit in which a run that has not saved is ended: it loses steps, but is queued again."""
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-_WARNING = signal_name(signal.SIGUSR1)
-"""Signal before the time limit, or before a preemption."""
+_WARNING = signal_name(signal.SIGUSR1)  # signal before the time limit, or before a preemption
 _SRUN = ("srun", "--ntasks-per-node=1", "--whole", "--kill-on-bad-exit=0", "--wait=0")
 """One launcher on each node, with all processors of the allocation there.
 
@@ -51,25 +48,16 @@ This process ends the launchers, and not srun: it waits for the reports of the o
 
 @dataclass(eq=False)
 class Supervisor:
-    """The supervisor of one start of a job by SLURM.
+    """The supervisor of one start of a job by SLURM."""
 
-    Attributes:
-        launch: section of the run's configuration.
-        run_path: the run's folder, which is locked by this process.
-        nodes: number of nodes of the allocation that are used.
-        ranks_per_node: number of ranks on each of them.
-        say: function that prints a line for the user.
-        killed_by: signal that killed this job's supervisor before this one, if any.
-    """
-
-    launch: LaunchConfig
-    run_path: Path
+    launch: LaunchConfig  # section of the run's configuration
+    run_path: Path  # the run's folder, which is locked by this process
     allocation: slurm_commands.Allocation
-    nodes: int
-    ranks_per_node: int
+    nodes: int  # number of nodes of the allocation that are used
+    ranks_per_node: int  # number of ranks on each of them
     command: Sequence[str]
-    say: Callable[[str], None]
-    killed_by: int | None = None
+    say: Callable[[str], None]  # function that prints a line for the user
+    killed_by: int | None = None  # signal that killed this job's supervisor before this one, if any
 
     def __post_init__(self) -> None:
         self._asked: str | None = None
@@ -106,20 +94,22 @@ class Supervisor:
                 loop.call_soon_threadsafe(self._ask, signal_name(number))
 
         # The loop's own handlers would end with it by the signals' default, which is to kill this process.
-        for number in _SIGNALS:
-            signal.signal(number, hear)
+        for received in _SIGNALS:
+            signal.signal(received, hear)
         logs = self.run_path / "logs"
-        address = "127.0.0.1" if self.nodes == 1 else address_of(self.allocation.first)
+        address = "127.0.0.1" if self.nodes == 1 else first_node_address(self.allocation.first)
         self._record_lost_start()
         goes_on = self._record_killed_supervisor()
         while goes_on:
             began = time.time()
+            # Processes that are left of an earlier attempt have another id.
+            number = sum(ending.requeues == self.allocation.requeues for ending in self._endings)
             self._watch = AttemptWatch(
                 address,
                 self.nodes,
                 self.ranks_per_node,
                 logs,
-                id=self._id(),
+                id=f"{self.allocation.job}.{self.allocation.requeues}.{number}",
                 silence=self.launch.timeout,
                 heard=self._ask,
             )
@@ -133,12 +123,6 @@ class Supervisor:
             # A signal came during the pause.
             if goes_on and self._asked is not None:
                 self._leave(f"the job was stopped by {self._asked}; {_saved(ending)}", ending)
-
-    def _id(self) -> str:
-        """Return the id of an attempt; processes that are left of an earlier one have another id."""
-        allocation = self.allocation
-        number = sum(ending.requeues == allocation.requeues for ending in self._endings)
-        return f"{allocation.job}.{allocation.requeues}.{number}"
 
     def _record(self, ending: AttemptEnding, logs: Mapping[Path, str] | None = None) -> None:
         """Note an ending, also where the disk is full: it must not end the job."""
@@ -183,7 +167,6 @@ class Supervisor:
             loop.call_later(max(left - _LEAVE_SECONDS, 0.8 * left), self._end_unsaved)
 
     def _end_unless_training(self, by: str) -> None:
-        """End an attempt that has nothing to save."""
         if self._watch is not None and not self._watch.is_training:
             self._watch.end("it did not train yet")
 
@@ -196,7 +179,6 @@ class Supervisor:
             )
 
     def _ending(self, how: How, **facts: Any) -> AttemptEnding:
-        """Make the record of an ending, with what the run's folder tells of it; `facts` are further fields."""
         allocation = self.allocation
         known = {"began": time.time(), "requeues": allocation.requeues, "step": 0} | facts
         known["step"] = max(known["step"], last_recorded_step(self.run_path))
@@ -259,7 +241,6 @@ class Supervisor:
         return True
 
     def _failure_text(self, ending: AttemptEnding, code: int) -> str:
-        """Record the failure with which the job ends; returns the text for the user."""
         script = self.run_path / "job.sh"
         resume = shlex.join(["sbatch", str(script)]) if script.exists() else None
         steps = 0 if ending.first_step is None else ending.step

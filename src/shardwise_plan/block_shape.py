@@ -30,54 +30,35 @@ class _Weight(NamedTuple):
 class _RowExchange(NamedTuple):
     """The work of a pass that brings each token to the experts that its router chooses; a dense block has none.
 
-    Attributes:
-        scores: the weight of the router's product, which is in float32 on the tokens between the cut layers.
-        moved_bytes: bytes that are read and written to put rows in the order of their experts, and to sum them.
-        sent_bytes: bytes of all rows that a rank sends to the ranks of `group`; as many come back.
-        group: ranks that divide the experts among them.
+    `scores`: the weight of the router's product, which is in float32 on the tokens between the cut layers.
     """
 
     scores: _Weight = _Weight(0, 0, 0)
-    moved_bytes: int = 0
-    sent_bytes: float = 0.0
-    group: LinkedRanks = LinkedRanks(1, 1)
+    moved_bytes: int = 0  # bytes that are read and written to put rows in the order of their experts, and to sum them
+    sent_bytes: float = 0.0  # bytes of all rows that a rank sends to the ranks of `group`; as many come back
+    group: LinkedRanks = LinkedRanks(1, 1)  # ranks that divide the experts among them
     kernels: int = 0
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Sizes on which the predicted time of a block depends, for one micro-batch on one rank.
-
-    Attributes:
-        local: widths of one rank's part.
-        batch: B.
-        length: S.
-        tensor_group: the t ranks that share each token.
-        sequence_parallel: True if activations are cut along the sequence too.
-        dtype: dtype of parameters and activations.
-        regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
-        matmul: format of the products of weights, if it is not `dtype`.
-        context_group: the c ranks that share each sample.
-        passes_keys: True if keys and values of other ranks come one rank after the other while attention computes.
-        expert_group: ranks that divide the experts.
-        routing: rule of the block's router; None: it has an MLP.
-    """
+    """Sizes on which the predicted time of a block depends, for one micro-batch on one rank."""
 
     model: FamilyConfig
-    local: LocalWidths
-    batch: int
-    length: int
-    tensor_group: LinkedRanks
-    sequence_parallel: bool
-    dtype: DtypeName
+    local: LocalWidths  # widths of one rank's part
+    batch: int  # B
+    length: int  # S
+    tensor_group: LinkedRanks  # the t ranks that share each token
+    sequence_parallel: bool  # True if activations are cut along the sequence too
+    dtype: DtypeName  # dtype of parameters and activations
     gradient: DtypeName
     recompute: Recompute
-    regathers: bool
-    matmul: Matmul | None
-    context_group: LinkedRanks
-    passes_keys: bool
-    expert_group: LinkedRanks
-    routing: Routing | None = None
+    regathers: bool  # True if inputs that sequence parallelism gathered are gathered again in the backward pass
+    matmul: Matmul | None  # format of the products of weights, if it is not `dtype`
+    context_group: LinkedRanks  # the c ranks that share each sample
+    passes_keys: bool  # True if keys and values of other ranks come one rank after the other while attention computes
+    expert_group: LinkedRanks  # ranks that divide the experts
+    routing: Routing | None = None  # rule of the block's router; None: it has an MLP
 
     @staticmethod
     def of(config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits) -> BlockShape:

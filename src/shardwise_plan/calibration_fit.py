@@ -30,8 +30,7 @@ from shardwise_plan.step_time import step_time
 _FITTED = (
     "matmul", "depth", "memory", "fused_attention", "host", "step", "wait", "node", "update", "overlap", "action",
 )  # fmt: skip
-_FACTORS = (0.5, 0.2, 0.1, 0.03)
-"""Relative changes of a constant that the search tries, from coarse to fine."""
+_FACTORS = (0.5, 0.2, 0.1, 0.03)  # relative changes of a constant that the search tries, from coarse to fine
 _PULL = 1e-3
 """Weight of a constant's distance from its start, in squared error: a constant that no step depends on stays there."""
 _START = {
@@ -103,7 +102,6 @@ def _values(measurements: Measurements, source: str) -> dict[str, Any]:
 
 
 def _fitted_constants(measurements: Measurements, device: Device) -> DeviceConstants:
-    """Return the constants that predict steps and matrix products best, from a start that single operations give."""
     similar_device = load_device("cpu" if measurements.type == "cpu" else "h100")
     start = replace(device_constants(similar_device), **_START, host=measurements.launch)
 
@@ -219,31 +217,18 @@ def undisturbed_seconds(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Figures of a calibration that the ranks measured together, in seconds and bytes.
-
-    Attributes:
-        type: torch's name of its kind.
-        threads: threads of torch on each rank.
-        memory: bytes of one device.
-        processors: units of a device that each take a tile of a matrix product.
-        shapes: (m, n, k) of the matrix products.
-        products: seconds of each of `shapes`, by dtype.
-        copied: bytes that a copy reads and writes, and its seconds.
-        launch: seconds from the start of a kernel to that of the next.
-        sums: (bytes, seconds) of all-reduces over all ranks; none on one rank.
-        steps: seconds of a step of each of `calibration_trainings`.
-    """
+    """Figures of a calibration that the ranks measured together, in seconds and bytes."""
 
     device: str
-    type: str
+    type: str  # torch's name of its kind
     torch: str
-    threads: int
+    threads: int  # threads of torch on each rank
     ranks: int
-    memory: float
-    processors: int
-    shapes: Sequence[Sequence[int]]
-    products: Mapping[str, Sequence[float]]
-    copied: Sequence[float]
-    launch: float
-    sums: Sequence[Sequence[float]]
-    steps: Sequence[float]
+    memory: float  # bytes of one device
+    processors: int  # units of a device that each take a tile of a matrix product
+    shapes: Sequence[Sequence[int]]  # (m, n, k) of the matrix products
+    products: Mapping[str, Sequence[float]]  # seconds of each of `shapes`, by dtype
+    copied: Sequence[float]  # bytes that a copy reads and writes, and its seconds
+    launch: float  # seconds from the start of a kernel to that of the next
+    sums: Sequence[Sequence[float]]  # (bytes, seconds) of all-reduces over all ranks; none on one rank
+    steps: Sequence[float]  # seconds of a step of each of `calibration_trainings`

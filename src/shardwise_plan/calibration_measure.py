@@ -22,19 +22,13 @@ from shardwise_plan.calibration_fit import (
     undisturbed_seconds,
 )
 
-_COPIED = 2**26
-"""Elements of a copy: far more than caches hold."""
+_COPIED = 2**26  # elements of a copy: far more than caches hold
 _SUM_BYTES = (64, 2**16, 2**20, 2**24)
-_SUMS = 20
-"""Repetitions of each all-reduce."""
-_ROUNDS = 4
-"""Turns of each miniature training: other work of the machine then disturbs all alike."""
-_STEPS = 6
-"""Steps in each turn."""
-_WARM_UP = 2
-"""Steps before the first turn, which allocate memory."""
-_MOST_SECONDS = 0.4
-"""Seconds for a measurement of a single operation, about."""
+_SUMS = 20  # repetitions of each all-reduce
+_ROUNDS = 4  # turns of each miniature training: other work of the machine then disturbs all alike
+_STEPS = 6  # steps in each turn
+_WARM_UP = 2  # steps before the first turn, which allocate memory
+_MOST_SECONDS = 0.4  # seconds for a measurement of a single operation, about
 _DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
 
@@ -70,13 +64,10 @@ def measure_machine(world: Group, device: torch.device) -> Measurements:
 def _typical_seconds(
     call: Callable[[], object], device: torch.device, *, most: float = _MOST_SECONDS, least: int = 5
 ) -> float:
-    """Return the seconds of an undisturbed call.
+    """Return the seconds of an undisturbed call, by the device's clock, after a call that does not count.
 
-    Args:
-        call: call to time; it is made once more before.
-        device: device whose clock counts.
-        most: seconds for all calls, about.
-        least: number of calls even if they take longer; calls of more than ten times `most` are made twice.
+    All calls take about `most` seconds, and there are `least` of them even if they take longer; calls of more than ten
+    times `most` are made twice.
     """
     call()
     devices.synchronize(device)
@@ -130,7 +121,6 @@ def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
 
 
 def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
-    """Return the seconds of a step of each miniature; they take turns."""
     trainers = [_trainer(config) for config in miniatures]
     for miniature in trainers:
         for _ in range(_WARM_UP):
@@ -143,7 +133,6 @@ def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
 
 
 def _trainer(miniature: Config) -> Trainer:
-    """Build a miniature training on random tokens. Collective."""
     mesh = Mesh(**miniature.parallel.degrees, grains=miniature.grains)
     text = random_tokens(miniature.model.vocab_size, 256, miniature.train.sequence_length)
     return build_trainer(miniature, mesh, text)
@@ -156,7 +145,6 @@ def _slowest(seconds: Sequence[float], world: Group) -> list[float]:
 
 
 def _processors(device: torch.device) -> int:
-    """Return the number of units that each take a tile of a matrix product; a rank on a CPU is one."""
     if device.type == "cpu":
         return 1
     properties = torch.get_device_module(device).get_device_properties(device)

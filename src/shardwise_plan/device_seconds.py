@@ -24,44 +24,29 @@ _STRIDED_RATE = 2.3e9
 # (NVIDIA/nccl-tests#100), and between nodes with 8 H100 (NVIDIA/nccl#1453).
 _CHANNELS_INSIDE = 24
 _CHANNELS_BETWEEN = 16
-_TREE = 0.85
-"""Bandwidth of NCCL's tree as a part of its ring's; an assumption."""
+_TREE = 0.85  # bandwidth of NCCL's tree as a part of its ring's; an assumption
 
 
 @dataclass(frozen=True)
 class DeviceConstants:
-    """Fitted constants of the formulas that predict seconds on a device.
+    """Fitted constants of the formulas that predict seconds on a device."""
 
-    Attributes:
-        matmul: the part of the best published rate of matrix products that those of a training reach.
-        depth: the length of the inner dimension at which a tile is as long in its beginning and end as in its middle.
-        memory: the part of the memory's bandwidth that passes over activations reach.
-        fused_attention: the part of the peak that fused attention reaches in its forward pass.
-        host: seconds that the host takes to start a kernel.
-        step: seconds that the host takes beside kernels in a step.
-        start: seconds before a collective moves its first byte.
-        wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead; a rank on
-            a CPU loses them at each collective, in place of `start`.
-        node: the part of the bandwidth inside a node that collectives reach.
-        network: the part of the bandwidth between nodes that collectives reach.
-        update: the part of the memory's bandwidth that the optimizer reaches.
-        overlap: the part of a backward pass behind which gradients can be reduced.
-        action: seconds that a pipeline's schedule takes beside each pass of a stage.
-    """
-
-    matmul: float
+    matmul: float  # the part of the best published rate of matrix products that those of a training reach
+    # The length of the inner dimension at which a tile is as long in its beginning and end as in its middle.
     depth: float
-    memory: float
-    fused_attention: float
-    host: float
-    step: float
-    start: float
+    memory: float  # the part of the memory's bandwidth that passes over activations reach
+    fused_attention: float  # the part of the peak that fused attention reaches in its forward pass
+    host: float  # seconds that the host takes to start a kernel
+    step: float  # seconds that the host takes beside kernels in a step
+    start: float  # seconds before a collective moves its first byte
+    # Seconds that a program loses at each message if it waits for it, as its host cannot run ahead; a rank on a CPU
+    # loses them at each collective, in place of `start`.
     wait: float
-    node: float
-    network: float
-    update: float
-    overlap: float
-    action: float = 0.0
+    node: float  # the part of the bandwidth inside a node that collectives reach
+    network: float  # the part of the bandwidth between nodes that collectives reach
+    update: float  # the part of the memory's bandwidth that the optimizer reaches
+    overlap: float  # the part of a backward pass behind which gradients can be reduced
+    action: float = 0.0  # seconds that a pipeline's schedule takes beside each pass of a stage
 
 
 @cache

@@ -20,7 +20,7 @@ from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
 from shardwise.base.parsing import parse_yaml
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise.config import DtypeName, Matmul
 from shardwise.estimates.device_peaks import DEVICE_FILES
 
@@ -33,20 +33,15 @@ MOST_FAILURES = 1e4
 class _Figure:
     """A number of a device file.
 
-    Attributes:
-        place: field of `Device`, or of its `node`, `network`, `reliability` or `constants`.
-        least, most: range that a device can have.
-        unit: one of the file in the unit of the field.
-        is_whole: True for a whole number.
-        is_needed: False if a file may leave it out.
+    least, most: range that a device can have.
     """
 
-    place: str
+    place: str  # field of `Device`, or of its `node`, `network`, `reliability` or `constants`
     least: float
     most: float
-    unit: float = 1
-    is_whole: bool = False
-    is_needed: bool = False
+    unit: float = 1  # one of the file in the unit of the field
+    is_whole: bool = False  # True for a whole number
+    is_needed: bool = False  # False if a file may leave it out
 
     def allows(self, value: Any) -> bool:
         """Return whether a device can have this value."""
@@ -111,16 +106,12 @@ class Reliability:
     months on 992 A100 (arXiv:2205.01068, section 2.5), which is 0.6. MegaScale finds and diagnoses a fault in less than
     10 minutes on average, and has repeated the work since its last checkpoint within 15 (arXiv:2402.15627, section
     6.3).
-
-    Attributes:
-        failures_per_year: failures of one device, with its part of the machine and the network, that end the run.
-        restart: seconds until the run trains again after a failure, without reading its checkpoint.
-        storage: bytes a second that one node writes to, or reads from, the store of checkpoints.
     """
 
+    # Failures of one device, with its part of the machine and the network, that end the run.
     failures_per_year: float = 0.17
-    restart: float = 900.0
-    storage: float = 2e9
+    restart: float = 900.0  # seconds until the run trains again after a failure, without reading its checkpoint
+    storage: float = 2e9  # bytes a second that one node writes to, or reads from, the store of checkpoints
 
     def text(self) -> str:
         """Return the assumptions as a sentence's parts."""
@@ -132,78 +123,48 @@ class Reliability:
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """The specs of a device's link to another one: bandwidth, latency and topology.
+    """The specs of a device's link to another one: bandwidth, latency and topology."""
 
-    Attributes:
-        bandwidth: bytes a second in one direction.
-        latency: seconds before the first byte.
-        topology: the way in which devices are linked, in words.
-    """
-
-    bandwidth: float
-    latency: float
-    topology: str
+    bandwidth: float  # bytes a second in one direction
+    latency: float  # seconds before the first byte
+    topology: str  # the way in which devices are linked, in words
 
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of a device to plan for, with which one rank computes.
+    """The figures of a device to plan for, with which one rank computes."""
 
-    Attributes:
-        key: name that the user gave.
-        name: name that is shown.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
-        bfloat16: FLOP/s of matrix products in bfloat16, without sparsity.
-        float32: FLOP/s of matrix products in float32.
-        fp8: FLOP/s of matrix products in fp8, without sparsity; None if the device has none.
-        matmul_share: part of the peak that the largest matrix products reach.
-        fp8_matmul_share: likewise of the peak in fp8.
-        mxfp8_matmul_share: likewise of the peak in fp8, where each 32 numbers have a scale.
-        fp8_backward_share: part of the rate in fp8 that products of the backward pass reach, which add with all bits.
-        processors: number of units that each take a tile of a matrix product.
-        per_node: number of devices of a machine, which `node` links; `network` links the machines.
-        node: link to a device of the same machine.
-        network: link to a device of another machine; None if its rate is unknown.
-        figures: what its file says, by the keys of `FIGURES`.
-        is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
-        is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
-            float32 one.
-        constants: constants of `device_seconds.DeviceConstants` that were measured on this device.
-        price: price for an hour; None if it is unknown.
-        per_chip: number of devices of a chip, which has one price.
-        watts: power of one device under load, without its host; None if it is unknown.
-        reliability: failures, and what they and checkpoints cost.
-        accuracy: how far predictions were from measured steps on this device; empty if none was measured.
-        compared_runs: number of published runs on this device that were compared with their predictions.
-        compared_error: relative error that nine in ten of these runs do not exceed; 0: that of all devices counts.
-    """
-
-    key: str
-    name: str
-    memory: float
-    memory_bandwidth: float
-    bfloat16: float
-    float32: float
-    matmul_share: float
-    processors: int
-    per_node: int
-    node: DeviceLink
-    network: DeviceLink | None
+    key: str  # name that the user gave
+    name: str  # name that is shown
+    memory: float  # bytes
+    memory_bandwidth: float  # bytes a second
+    bfloat16: float  # FLOP/s of matrix products in bfloat16, without sparsity
+    float32: float  # FLOP/s of matrix products in float32
+    matmul_share: float  # part of the peak that the largest matrix products reach
+    processors: int  # number of units that each take a tile of a matrix product
+    per_node: int  # number of devices of a machine, which `node` links; `network` links the machines
+    node: DeviceLink  # link to a device of the same machine
+    network: DeviceLink | None  # link to a device of another machine; None if its rate is unknown
+    # What its file says, by the keys of `FIGURES`.
     figures: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    is_accelerator: bool = True
+    is_accelerator: bool = True  # True if it computes while the host goes on; a rank on a CPU does one after the other
+    # True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a float32
+    # one.
     is_cuda: bool = False
+    # Constants of `device_seconds.DeviceConstants` that were measured on this device.
     constants: tuple[tuple[str, float], ...] = ()
-    price: Price | None = None
-    per_chip: int = 1
-    watts: float | None = None
-    reliability: Reliability = Reliability()
-    accuracy: str = ""
-    compared_runs: int = 0
+    price: Price | None = None  # price for an hour; None if it is unknown
+    per_chip: int = 1  # number of devices of a chip, which has one price
+    watts: float | None = None  # power of one device under load, without its host; None if it is unknown
+    reliability: Reliability = Reliability()  # failures, and what they and checkpoints cost
+    accuracy: str = ""  # how far predictions were from measured steps on this device; empty if none was measured
+    compared_runs: int = 0  # number of published runs on this device that were compared with their predictions
+    # Relative error that nine in ten of the compared runs do not exceed; 0: that of all devices counts.
     compared_error: float = 0.0
-    fp8: float | None = None
-    fp8_matmul_share: float | None = None
-    mxfp8_matmul_share: float | None = None
+    fp8: float | None = None  # FLOP/s of matrix products in fp8, without sparsity; None if the device has none
+    fp8_matmul_share: float | None = None  # part of the peak in fp8 that the largest products reach
+    mxfp8_matmul_share: float | None = None  # part of it where each 32 numbers have a scale
+    # Part of the rate in fp8 that products of the backward pass reach, which add with all bits.
     fp8_backward_share: float = 1.0
 
     def peak(self, dtype: DtypeName) -> float:
@@ -399,7 +360,6 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
 
 
 def _value(entry: Any) -> Any:
-    """The value of a figure, which may have a source beside it."""
     return entry.get("value") if isinstance(entry, dict) else entry
 
 
@@ -420,7 +380,6 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
 
 
 def _flat(text: str, where: str) -> dict[str, Any]:
-    """The figures of a YAML text by their names; those of links and the constants with its name before."""
     values = parse_yaml(text, where)
     flat: dict[str, Any] = {}
     for key, value in values.items() if isinstance(values, dict) else ():

@@ -11,39 +11,25 @@ from shardwise_plan.device_specs import Cluster
 from shardwise_plan.step_time import HOST_LINK_BANDWIDTH
 
 _YEAR = 365 * 86_400
-_EVALUATION = 1 / 3
-"""The part of a step that an evaluation of a batch takes: its forward pass."""
-_LEAST_INTERVAL = 60.0
-"""Seconds between checkpoints below which nobody goes."""
-_LEAST_GOODPUT = 1e-3
-"""Goodput below which a training counts as one that does not finish."""
-_MOST_EXPONENT = 50.0
-"""Exponent of a time that nobody waits for: it keeps the numbers finite."""
+_EVALUATION = 1 / 3  # the part of a step that an evaluation of a batch takes: its forward pass
+_LEAST_INTERVAL = 60.0  # seconds between checkpoints below which nobody goes
+_LEAST_GOODPUT = 1e-3  # goodput below which a training counts as one that does not finish
+_MOST_EXPONENT = 50.0  # exponent of a time that nobody waits for: it keeps the numbers finite
 
 
 @dataclass(frozen=True)
 class Calendar:
-    """The planned time of a training on the calendar, in seconds, with checkpoints and failures.
-
-    Attributes:
-        interval: work between two checkpoints.
-        is_given: True if the recipe gives the interval; otherwise it is that which costs least.
-        stall: wait of the training for a checkpoint, while it is copied to the host.
-        write: time until a checkpoint is stored.
-        between_failures: time between two failures of the cluster, on average; infinite without failures.
-        restart: time until the run trains again after a failure.
-        seconds: all of it; infinite if failures let the training not finish.
-    """
+    """The planned time of a training on the calendar, in seconds, with checkpoints and failures."""
 
     steps: float
     evaluations: float
-    interval: float
-    is_given: bool
-    stall: float
-    write: float
-    between_failures: float
-    restart: float
-    seconds: float
+    interval: float  # work between two checkpoints
+    is_given: bool  # True if the recipe gives the interval; otherwise it is that which costs least
+    stall: float  # wait of the training for a checkpoint, while it is copied to the host
+    write: float  # time until a checkpoint is stored
+    between_failures: float  # time between two failures of the cluster, on average; infinite without failures
+    restart: float  # time until the run trains again after a failure
+    seconds: float  # whole time; infinite if failures let the training not finish
 
     @property
     def goodput(self) -> float:

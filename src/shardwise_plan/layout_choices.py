@@ -193,8 +193,7 @@ def number_of_choices(config: Config, world: int, per_node: int, fixed: Collecti
     return sum(1 for _ in _degrees(config, world, per_node, fixed))
 
 
-_Sharding = tuple[int, int, Frequency | None]
-"""The stage of ZeRO, the number of copies, and when gradients are reduced."""
+_Sharding = tuple[int, int, Frequency | None]  # the stage of ZeRO, the number of copies, and when gradients are reduced
 
 
 def _shardings(config: Config, layout: Layout, per_node: int, fixed: Collection[str]) -> Iterator[list[_Sharding]]:
@@ -243,7 +242,6 @@ def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[
 
 
 def _values(fixed: Collection[str], key: str, recipes: _Value, tried: Sequence[_Value]) -> Sequence[_Value]:
-    """Return the recipe's value of a key that is fixed, or else the values that are tried."""
     return [recipes] if key in fixed else tried
 
 
@@ -292,7 +290,6 @@ def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> 
 def _schedules(
     parallel: ParallelConfig, layers: int, pipeline: int, fixed: Collection[str]
 ) -> Iterator[tuple[Schedule, int | None]]:
-    """Yield schedules with their virtual stages; those with any number of stages have equal ones."""
     if pipeline == 1:
         yield DEFAULT_SCHEDULE, None
         return

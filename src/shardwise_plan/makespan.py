@@ -29,10 +29,8 @@ from shardwise.pipeline.timeline import StageTimes, timeline
 
 Integers = npt.NDArray[np.int64]
 
-_ROUNDING = 1e-12
-"""Largest difference, as a part of a time, that rounding of sums can explain."""
-_LONGEST_PERIOD = 16
-"""Largest number of micro-batches in the repeated part of a program whose schedule has no rounds."""
+_ROUNDING = 1e-12  # largest difference, as a part of a time, that rounding of sums can explain
+_LONGEST_PERIOD = 16  # largest number of micro-batches in the repeated part of a program whose schedule has no rounds
 
 
 @lru_cache(maxsize=2**13)
@@ -142,45 +140,30 @@ class _LevelSimulation:
 class _LevelProgram:
     """A step by level and rank, with S stages. Only one period of its repeated middle is written down.
 
-    Attributes:
-        ranks: rank of each stage.
-        passes: number of the pass on each level of each rank. s: forward; S + s: backward; 2·S + s: backward for the
-            input alone; 3·S: none.
-        needs: for each level and rank, the place of the input in the last `reach` rows of arrivals, flattened.
-        weights: stage whose weights' gradients follow the pass; S: none.
-        late: number of each stage's weights' gradients that come at the end of its rank.
-        reach: number of levels that an input may be old.
-        body: levels of the period.
-        repeats: how often the period comes again.
+    `passes`: number of the pass on each level of each rank. s: forward; S + s: backward; 2·S + s: backward for the
+    input alone; 3·S: none.
+    `needs`: for each level and rank, the place of the input in the last `reach` rows of arrivals, flattened.
     """
 
-    ranks: Integers
+    ranks: Integers  # rank of each stage
     passes: Integers
     needs: tuple[Integers, ...]
-    weights: Integers
-    late: Integers
-    reach: int
-    body: range
-    repeats: int
+    weights: Integers  # stage whose weights' gradients follow the pass; S: none
+    late: Integers  # number of each stage's weights' gradients that come at the end of its rank
+    reach: int  # number of levels that an input may be old
+    body: range  # levels of the period
+    repeats: int  # how often the period comes again
 
 
 @dataclass(frozen=True)
 class _PassLevels:
-    """Levels of the passes of each stage and micro-batch.
+    """Levels of the passes of each stage and micro-batch."""
 
-    Attributes:
-        forward: levels of the forward passes.
-        backward: levels of the backward passes.
-        split: True where the backward pass computes the gradient of its input alone.
-        weight_stage: stage whose weights' gradients follow the backward pass; -1: none.
-        steady: level from which on the ranks repeat themselves, until one has no forward pass left.
-    """
-
-    forward: Integers
-    backward: Integers
-    split: npt.NDArray[np.bool_]
-    weight_stage: Integers
-    steady: int
+    forward: Integers  # levels of the forward passes
+    backward: Integers  # levels of the backward passes
+    split: npt.NDArray[np.bool_]  # True where the backward pass computes the gradient of its input alone
+    weight_stage: Integers  # stage whose weights' gradients follow the backward pass; -1: none
+    steady: int  # level from which on the ranks repeat themselves, until one has no forward pass left
 
 
 def level_program(parallel: ParallelConfig, micro_batches: int, recompute: Recompute) -> _LevelProgram:

@@ -30,22 +30,15 @@ _SUM_PROCESSORS = 16
 
 @dataclass(frozen=True)
 class TensorCollectives:
-    """The predicted seconds of a block's collectives over tensor parallelism.
-
-    Attributes:
-        gathered: bytes of an input that is gathered.
-        summed: bytes of an output, or of the gradient of an input, that is summed.
-        sequence_parallel: True if inputs are gathered and sums scattered; otherwise sums are all-reduced.
-        overlap: how products hide them; None if they take turns.
-    """
+    """The predicted seconds of a block's collectives over tensor parallelism."""
 
     device: Device
     constants: DeviceConstants
     group: LinkedRanks
-    gathered: float
-    summed: float
-    sequence_parallel: bool
-    overlap: TensorOverlap | None
+    gathered: float  # bytes of an input that is gathered
+    summed: float  # bytes of an output, or of the gradient of an input, that is summed
+    sequence_parallel: bool  # True if inputs are gathered and sums scattered; otherwise sums are all-reduced
+    overlap: TensorOverlap | None  # how products hide them; None if they take turns
 
     def gather_before(self, product: Product) -> float:
         """Return the seconds that a product's input adds to it."""

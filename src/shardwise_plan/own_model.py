@@ -23,7 +23,7 @@ def own_model_stand_in(config: Config, fixed: set[str]) -> tuple[Config, str]:
     fixed |= {axis.key for axis in CHOSEN_DEGREES if axis is not TENSOR}
     fixed |= set() if shapes.is_cut else {"parallel.tensor", "parallel.sequence"}
     fixed |= set() if shapes.recomputes else {"train.recompute"}
-    return memory.memory_stand_in(config, shapes, True), (
+    return memory.config_for_memory_estimate(config, shapes, True), (
         f"{config.model.family} was built without data: {shapes.parameters:,} parameters, {shapes.token_flops:.4g} "
         f"FLOPs per token, {units.size(shapes.saved_bytes)} of activations (train.micro_batch="
         f"{config.train.micro_batch}); times are those of a Llama of the same width, depth and matrices"

@@ -55,26 +55,16 @@ _LOGITS_BACKWARD_BYTES = 8
 
 @dataclass(frozen=True)
 class _PartSeconds:
-    """Seconds of a pass, by what they are spent on.
+    """Seconds of a pass, by what they are spent on."""
 
-    Attributes:
-        matmul: matrix products, without those of the attention core.
-        memory_bound: operations that memory limits, without accumulation.
-        launch: waits of the device for the host.
-        tensor: collectives of tensor and sequence parallelism.
-        accumulation: additions of the gradients of weights to those of earlier micro-batches.
-        context: collectives of context parallelism.
-        all_to_all: all-to-alls of the rows of experts.
-    """
-
-    matmul: float = 0.0
+    matmul: float = 0.0  # matrix products, without those of the attention core
     attention: float = 0.0
-    memory_bound: float = 0.0
-    launch: float = 0.0
-    tensor: float = 0.0
-    accumulation: float = 0.0
-    context: float = 0.0
-    all_to_all: float = 0.0
+    memory_bound: float = 0.0  # operations that memory limits, without accumulation
+    launch: float = 0.0  # waits of the device for the host
+    tensor: float = 0.0  # collectives of tensor and sequence parallelism
+    accumulation: float = 0.0  # additions of the gradients of weights to those of earlier micro-batches
+    context: float = 0.0  # collectives of context parallelism
+    all_to_all: float = 0.0  # all-to-alls of the rows of experts
 
     @property
     def total(self) -> float:
@@ -91,19 +81,12 @@ _PARTS = tuple(part.name for part in fields(_PartSeconds))
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Predicted seconds of one micro-batch in a block, in the embedding or in the head.
+    """Predicted seconds of one micro-batch in a block, in the embedding or in the head."""
 
-    Attributes:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass, recompute included.
-        weight: seconds of the gradients of weights, a part of `backward`.
-        recompute: seconds of what is computed a second time, a part of `backward`.
-    """
-
-    forward: _PartSeconds
-    backward: _PartSeconds
-    weight: float
-    recompute: _PartSeconds = _PartSeconds()
+    forward: _PartSeconds  # seconds of the forward pass
+    backward: _PartSeconds  # seconds of the backward pass, recompute included
+    weight: float  # seconds of the gradients of weights, a part of `backward`
+    recompute: _PartSeconds = _PartSeconds()  # seconds of what is computed a second time, a part of `backward`
 
 
 def weighted_seconds(terms: Iterable[tuple[_PartSeconds, float]]) -> _PartSeconds:
@@ -201,19 +184,12 @@ def block_seconds(s: BlockShape, device: Device, c: DeviceConstants, program: Pr
 
 
 class _Work(NamedTuple):
-    """Seconds of a part of a block.
+    """Seconds of a part of a block."""
 
-    Attributes:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass.
-        cheap: seconds of what selective recompute repeats of it: norms, activation, and rotated q and k.
-        kernels: kernels of the forward pass, more than those that `ProgramTraits.kernels` counts.
-    """
-
-    forward: float
-    backward: float
-    cheap: float = 0.0
-    kernels: int = 0
+    forward: float  # seconds of the forward pass
+    backward: float  # seconds of the backward pass
+    cheap: float = 0.0  # seconds of what selective recompute repeats of it: norms, activation, and rotated q and k
+    kernels: int = 0  # kernels of the forward pass, more than those that `ProgramTraits.kernels` counts
 
 
 def _memory_passes(s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits) -> _Work:

@@ -7,7 +7,8 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.config import Config, Layout, tokens_of_run
-from shardwise.estimates.memory import RESERVED, too_large_text
+from shardwise.estimates.memory import RESERVED
+from shardwise.train.memory_remedies import too_large_text
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster, pipeline_warnings
 from shardwise_plan.plan import Plan, predict_layout
@@ -32,7 +33,7 @@ def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
     time = plan.time
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     return [
-        ("step", f"{step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
+        ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", time.shares()),
         ("  all steps", units.duration(plan.seconds)),
         (
@@ -79,11 +80,3 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "currency": None if price is None else price.currency,
         "kilowatt_hours": plan.kilowatt_hours,
     }
-
-
-def step_duration(seconds: float) -> str:
-    """Seconds of a step, with the four digits that tell alike layouts apart: `18.99 ms`, `2.612 s`, `1 min 05 s`."""
-    if seconds >= 59.95:
-        return units.duration(seconds)
-    number, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
-    return f"{number:#.4g}".rstrip(".") + f" {unit}"

@@ -42,16 +42,11 @@ def objective_value(plan: Plan, objective: Objective) -> float:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan of the list, and the reasons for it.
+    """A plan of the list, and the reasons for it."""
 
-    Attributes:
-        names: what it is, such as `fastest`.
-        reason: why it is proposed, as a part of a sentence.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # what it is, such as `fastest`
     plan: Plan
-    reason: str
+    reason: str  # why it is proposed, as a part of a sentence
 
     @property
     def title(self) -> str:

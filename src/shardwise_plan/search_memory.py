@@ -75,7 +75,6 @@ class LeastMemory:
         return self._states[key]
 
     def _blocks_of_first_rank(self, choice: LayoutChoice, layout: Layout) -> tuple[int, ...]:
-        """Return the number of blocks of each stage of the first pipeline rank."""
         key = (choice.pipeline, choice.schedule, choice.virtual)
         if key not in self._first_stages:
             plan = stage_plan(choice.applied(self._config), layout)

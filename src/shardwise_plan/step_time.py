@@ -36,8 +36,7 @@ _ACCELERATOR_KERNELS = (18, 8, 5)
 _CPU_OPERATORS = (37, 8, 7)
 
 
-_LEAST_SHARE = 0.001
-"""Share of a step from which on a part is shown."""
+_LEAST_SHARE = 0.001  # share of a step from which on a part is shown
 _HOST_BANDWIDTH = 100e9
 """Bytes a second of a machine's memory, which its ranks share as they update offloaded state: assumed, not measured."""
 HOST_LINK_BANDWIDTH = 25e9
@@ -48,41 +47,25 @@ COMMUNICATION = ("tensor", "context", "experts", "messages", "reduction", "gathe
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of the pipeline rank that works longest, by what they are spent on; they sum to `total`.
+    """Seconds of a step of the pipeline rank that works longest, by what they are spent on; they sum to `total`."""
 
-    Attributes:
-        matmul: matrix products of blocks, forward and backward, without recompute.
-        memory_bound: norms, activations, dropout and sums, which memory limits.
-        accumulation: additions of the gradients of blocks' weights to those of earlier micro-batches.
-        launch: waits of the device for the host.
-        head: output head and loss, and the embedding.
-        recompute: all that is computed a second time, the forward pass that only counts rows of experts too.
-        tensor: collectives of tensor and sequence parallelism, as far as no product hides them.
-        context: collectives of context parallelism.
-        experts: all-to-alls of the rows of experts.
-        messages: waits of the rank while it sends to other stages.
-        bubble: waits of the rank for other stages.
-        reduction: gradients over data parallelism, as far as no backward pass hides it; behind one, the part of the
-            device that its kernels take.
-        gather: all-gathers of ZeRO's parameters, likewise.
-        optimizer: update with the gradient norm.
-    """
-
-    matmul: float
+    matmul: float  # matrix products of blocks, forward and backward, without recompute
     attention: float
-    memory_bound: float
-    accumulation: float
-    launch: float
-    head: float
-    recompute: float
-    tensor: float
-    context: float
-    experts: float
-    messages: float
-    bubble: float
+    memory_bound: float  # norms, activations, dropout and sums, which memory limits
+    accumulation: float  # additions of the gradients of blocks' weights to those of earlier micro-batches
+    launch: float  # waits of the device for the host
+    head: float  # output head and loss, and the embedding
+    recompute: float  # all that is computed a second time, the forward pass that only counts rows of experts too
+    tensor: float  # collectives of tensor and sequence parallelism, as far as no product hides them
+    context: float  # collectives of context parallelism
+    experts: float  # all-to-alls of the rows of experts
+    messages: float  # waits of the rank while it sends to other stages
+    bubble: float  # waits of the rank for other stages
+    # Gradients over data parallelism, as far as no backward pass hides it; behind one, the part of the device that its
+    # kernels take.
     reduction: float
-    gather: float
-    optimizer: float
+    gather: float  # all-gathers of ZeRO's parameters, likewise
+    optimizer: float  # update with the gradient norm
 
     @property
     def total(self) -> float:
@@ -107,20 +90,13 @@ class StepTime:
 
 
 class _StageWork(NamedTuple):
-    """The work of a stage on one micro-batch.
-
-    Attributes:
-        block: seconds of each of its blocks, on average.
-        ends: seconds of the embedding and of the head, if the stage has them.
-        times: seconds of its passes.
-        action: seconds that the schedule takes beside each pass.
-    """
+    """The work of a stage on one micro-batch."""
 
     stage: Stage
-    block: pass_seconds.PassSeconds
-    ends: tuple[pass_seconds.PassSeconds, ...]
-    times: StageTimes
-    action: float = 0.0
+    block: pass_seconds.PassSeconds  # seconds of each of its blocks, on average
+    ends: tuple[pass_seconds.PassSeconds, ...]  # seconds of the embedding and of the head, if the stage has them
+    times: StageTimes  # seconds of its passes
+    action: float = 0.0  # seconds that the schedule takes beside each pass
 
 
 def step_time(
@@ -285,9 +261,7 @@ def _most_elements(
 class _StepInputs:
     """The inputs of a step's formulas.
 
-    Attributes:
-        parts: parameters of the pipeline rank that has most, by the number of ranks that divide their tensors.
-        matrices: likewise those in matrices of blocks.
+    `parts`: parameters of the pipeline rank that has most, by the number of ranks that divide their tensors.
     """
 
     config: Config
@@ -298,7 +272,7 @@ class _StepInputs:
     precision: Precision
     works: list[_StageWork]
     parts: Counter[int]
-    matrices: Counter[int]
+    matrices: Counter[int]  # likewise those in matrices of blocks
 
     @staticmethod
     def of(
@@ -443,7 +417,6 @@ class _StepInputs:
         return linked_ranks(ranks, self.layout.tensor * divided, self.cluster.per_node)
 
     def _copies_group(self, divided: int = 1) -> LinkedRanks:
-        """Ranks that own the same part of the gradients."""
         shards = max(1, self._shard_ranks // divided)
         copies = self.layout.replicas // divided // shards
         return linked_ranks(copies, self.layout.tensor * divided * shards, self.cluster.per_node)
@@ -466,7 +439,6 @@ class _StepInputs:
         return StageTimes(times.forward * virtual, times.backward * virtual, times.weight * virtual)
 
     def _hidden(self, seconds: float) -> float:
-        """Return the seconds of collectives that a pass of so many seconds hides."""
         return self.constants.overlap * seconds if self.program.overlaps else 0.0
 
     def _gather_seconds(self) -> tuple[float, float]:

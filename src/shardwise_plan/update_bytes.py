@@ -8,10 +8,8 @@ from __future__ import annotations
 from shardwise.config import DTYPE_BYTES, OptimizerConfig, Precision
 
 _FLOAT32 = 4
-_WORD_BYTES = 8
-"""Random numbers of an element, which are made and read."""
-_GRADIENT_COPY_BYTES = _FLOAT32 + 2 * _FLOAT32
-"""A float32 copy of the gradient, which is written, and scaled in place."""
+_WORD_BYTES = 8  # random numbers of an element, which are made and read
+_GRADIENT_COPY_BYTES = _FLOAT32 + 2 * _FLOAT32  # a float32 copy of the gradient, which is written, and scaled in place
 _ROUNDED_BYTES = (2 + _FLOAT32) + (_FLOAT32 + 2) + (2 + 2)
 """Of a value that is kept in bfloat16: its float32 copy is made, rounded, and the result put in its place."""
 

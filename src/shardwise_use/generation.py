@@ -269,10 +269,8 @@ class TokenSampler:
         return log_p_V.index_fill(0, order_V[left_out_V], float("-inf"))
 
 
-_UNFINISHED = "\ufffd"
-"""The character that a tokenizer writes in place of bytes that are no whole character."""
-_CONTEXT = 8
-"""Tokens that are decoded together: a character of UTF-8 has at most 4 bytes, so at most 4 tokens."""
+_UNFINISHED = "\ufffd"  # the character that a tokenizer writes in place of bytes that are no whole character
+_CONTEXT = 8  # tokens that are decoded together: a character of UTF-8 has at most 4 bytes, so at most 4 tokens
 
 
 class _Detokenizer:
@@ -320,16 +318,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The continuation of a prompt.
+    """The continuation of a prompt."""
 
-    Attributes:
-        text: the new text, without the token that ends it.
-        tokens: all new ids, with the one that ends the text.
-        end: `eos` if an id of `Prompt.stop` ended the text, `stopped` if somebody did, else `max_tokens`.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
+    text: str  # the new text, without the token that ends it
+    tokens: tuple[int, ...]  # all new ids, with the one that ends the text
+    # `eos` if an id of `Prompt.stop` ended the text, `stopped` if somebody did, else `max_tokens`.
     end: Literal["eos", "stopped", "max_tokens"]
     prefill_seconds: float
     decode_seconds: float
@@ -381,20 +374,17 @@ def answer_prompt(
     return Continuation("".join(pieces), tuple(tokens), end, first - start, decode_seconds)
 
 
-_PROMPT_TOKENS = 16
-"""Tokens of the data that a sample continues, where no prompt is given."""
+_PROMPT_TOKENS = 16  # tokens of the data that a sample continues, where no prompt is given
 
 
 @dataclass(frozen=True)
 class _SampleText:
     """The outcome of `draw_sample`.
 
-    Attributes:
-        text: a prompt and its continuation; None where there is none, and outside of replica 0.
-        stopped_by: name of the request that stopped the run before the text was complete; None without one.
+    `stopped_by`: name of the request that stopped the run before the text was complete; None without one.
     """
 
-    text: str | None = None
+    text: str | None = None  # a prompt and its continuation; None where there is none, and outside of replica 0
     stopped_by: str | None = None
 
 
@@ -466,10 +456,8 @@ def _continue_text(
 ) -> list[int]:
     """`count` tokens drawn after `prompt`; collective over the ranks of one replica, which all return the same.
 
-    Args:
-        window: tokens that the model reads at most, as in its training; once they are full, it continues from the last
-            half of them.
-        continues: called after each token; once it returns False there are no more.
+    The model reads at most `window` tokens, as in its training: once they are full, it continues from the last half of
+    them. `continues` is called after each token; once it returns False there are no more.
     """
     sampler = TokenSampler(temperature, seed=seed)
     tokens = list(prompt)

@@ -24,8 +24,8 @@ from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import reason_of
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.base.parsing import json_object
-from shardwise.base.progress import progress
 from shardwise.base.registered import optional_library
+from shardwise.base.terminal import progress
 from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, special_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
@@ -44,8 +44,7 @@ _ARCHITECTURES = {
 """Family → llama.cpp's architecture."""
 _TURNS_NEIGHBOURS = ("llama", "smollm3")
 """Architectures in which rotary positions turn dimensions 2i and 2i + 1 of a head, in place of i and i + d/2."""
-_NEEDS_HEAD = ("gptneox", "olmo2", "olmoe")
-"""Architectures without a tied output head: the embedding is written twice."""
+_NEEDS_HEAD = ("gptneox", "olmo2", "olmoe")  # architectures without a tied output head: the embedding is written twice
 _Change: TypeAlias = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 _IN_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
 """Matrices that llama.cpp computes with in float32 alone; so it does with all vectors."""
@@ -138,7 +137,6 @@ class GGUFExport:
     # ---- tensors
 
     def _planned(self) -> list[StreamedWeight]:
-        """The tensors by llama.cpp's names; the experts of a block are one."""
         arch = next(key for key, name in self._gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         names = self._gguf.get_tensor_name_map(arch, self.model.num_hidden_layers)
         tensors: dict[str, StreamedWeight] = {}
@@ -174,7 +172,6 @@ class GGUFExport:
         return replace(weight, name=name, shape=shape, read=partial(_changed, weight, change))
 
     def _change(self, name: str, new_name: str) -> _Change | None:
-        """The function that makes llama.cpp's tensor of ours; None where they are the same."""
         model = self.model
         if re.search(r"attn_[qk]\.", new_name) and self.architecture in _TURNS_NEIGHBOURS:
             return partial(_neighbours, head_dim=model.head_dim)

@@ -30,24 +30,15 @@ _BY_EXPRESSION = {
 
 @dataclass(frozen=True)
 class GGUFVocabulary:
-    """A tokenizer as a GGUF file has it.
+    """A tokenizer as a GGUF file has it."""
 
-    Attributes:
-        model: `gpt2` (bytes and merges) or `llama` (pieces with scores).
-        pre: name of the rule that splits text, for `gpt2`.
-        tokens: the tokens in the order of their ids, as many as the model has rows.
-        merges: pairs with a space between them, for `gpt2`.
-        scores: the score of each token, for `llama`.
-        has_space_prefix: true if a space is put before a text.
-    """
-
-    model: str
-    pre: str
-    tokens: Sequence[str]
+    model: str  # `gpt2` (bytes and merges) or `llama` (pieces with scores)
+    pre: str  # name of the rule that splits text, for `gpt2`
+    tokens: Sequence[str]  # the tokens in the order of their ids, as many as the model has rows
     types: Sequence[int]
-    merges: Sequence[str] = ()
-    scores: Sequence[float] = ()
-    has_space_prefix: bool = False
+    merges: Sequence[str] = ()  # pairs with a space between them, for `gpt2`
+    scores: Sequence[float] = ()  # the score of each token, for `llama`
+    has_space_prefix: bool = False  # true if a space is put before a text
     notes: tuple[str, ...] = ()
 
 
@@ -84,7 +75,6 @@ def gguf_vocabulary(described: Mapping[str, Any], vocab_size: int) -> GGUFVocabu
 
 
 def _splitting_rule(pre_tokenizer: Mapping[str, Any] | None, ignores_merges: bool) -> str:
-    """llama.cpp's name of the rule by which a byte-level tokenizer splits text."""
     steps = [pre_tokenizer or {"type": "no pre_tokenizer"}]
     steps = steps[0].get("pretokenizers", steps)
     *first, last = steps

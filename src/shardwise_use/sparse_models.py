@@ -52,20 +52,6 @@ def split_sparse_name(name: str) -> tuple[str, int | None]:
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
 
 
-def place_in_sparse_layer(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The parameter of a sparse model in transformers 5 for an expert's weight: name, shape so far, the weight's place.
-
-    The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
-    """
-    plain, number = split_sparse_name(name)
-    if number is None:
-        return name, shape, ()
-    layer_experts, leaf, _ = plain.rsplit(".", 2)
-    is_down = leaf in ("down_proj", "w2")
-    rows = slice(None) if is_down else slice(shape[0], None) if leaf in ("up_proj", "w3") else slice(shape[0])
-    return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)
-
-
 def refuse_divided_sparse_model(folder: Path, file: str) -> None:
     """Raise ConfigError for an imported file of ranks that divide experts among them."""
     if _DIVIDED_FILES.fullmatch(file):

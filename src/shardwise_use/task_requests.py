@@ -30,8 +30,7 @@ from shardwise_use.generation import GenerativeModel, TokenSampler, generate_tok
 
 _Result = TypeVar("_Result")
 _NO_REQUESTS: Sequence[Any] = ()
-_SEED = 1234
-"""Seed of the tokens that a task wants to be drawn, with the request's number: a task may repeat a request."""
+_SEED = 1234  # seed of the tokens that a task wants to be drawn, with the request's number: a task may repeat a request
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,17 @@ class TextRequest:
 
 @dataclass(eq=False)
 class TaskModel:
-    """A causal model at any layout, without dropout, that answers requests of evaluation tasks.
+    """A causal model at any layout, without dropout, that answers requests of evaluation tasks."""
 
-    Attributes:
-        model: the whole model or this rank's stages.
-        stop: ids that end a continuation.
-        batch: requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal
-            model does not see what follows a token.
-        in_step: True if all replicas must make the same passes, which gather their weights.
-    """
-
-    model: nn.Module
+    model: nn.Module  # the whole model or this rank's stages
     mesh: Mesh
     parallel: ParallelConfig
     tokenizer: Tokenizer
-    stop: frozenset[int]
+    stop: frozenset[int]  # ids that end a continuation
+    # Requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal model does
+    # not see what follows a token.
     batch: int
-    in_step: bool = False
+    in_step: bool = False  # True if all replicas must make the same passes, which gather their weights
 
     def __post_init__(self) -> None:
         self.in_step = self.in_step or self.mesh.passes_in_step
@@ -196,18 +189,14 @@ class TaskModel:
 class _Batch:
     """Requests that go through the model together.
 
-    Attributes:
-        ids_SB: tokens that the model reads, padded at the end.
-        lengths_B: tokens of each request before its padding.
-        places_N, columns_N: place in the sequence, and column, of each token that a target follows.
-        targets_N: the targets.
+    places_N, columns_N: place in the sequence, and column, of each token that a target follows.
     """
 
-    ids_SB: Tensor
-    lengths_B: Tensor
+    ids_SB: Tensor  # tokens that the model reads, padded at the end
+    lengths_B: Tensor  # tokens of each request before its padding
     places_N: Tensor
     columns_N: Tensor
-    targets_N: Tensor
+    targets_N: Tensor  # the targets
 
     @staticmethod
     def of(requests: Sequence[ScoreRequest], mesh: Mesh) -> _Batch:

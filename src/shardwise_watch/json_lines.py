@@ -20,8 +20,7 @@ from shardwise.runs.json_records import record_of_json
 _START = b"{" + event_bytes("start")
 _STEP = b"{" + event_bytes("step")
 _CHUNK_BYTES = 1 << 22
-_HEAD_BYTES = 256
-"""Bytes by which a file is known again; the first event has its time, so that two runs differ in them."""
+_HEAD_BYTES = 256  # bytes by which a file is known again; the first event has its time, so that two runs differ in them
 _STEPS_AT_THE_END = 64
 """Steps that are read of a run whose history is left out: more than the 20 over which means are taken."""
 

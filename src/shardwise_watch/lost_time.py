@@ -33,21 +33,13 @@ _ENDS_AT_ONCE = ("failed: Interrupted: Ctrl-C", "failed: KeyboardInterrupt")
 
 @dataclass
 class _RunStart:
-    """One start of the run.
+    """One start of the run."""
 
-    Attributes:
-        began: time of its "start" event, in seconds since the epoch.
-        steps: steps that were done before.
-        compiling: seconds of compiling graphs.
-        is_wanted: True if the run had done what it was told before, so that this start follows no failure.
-        last: last "step" event; {} before the first.
-    """
-
-    began: float = math.nan
-    steps: int = 0
-    is_wanted: bool = False
-    compiling: float = 0.0
-    last: Mapping[str, Any] = field(default_factory=dict)
+    began: float = math.nan  # time of its "start" event, in seconds since the epoch
+    steps: int = 0  # steps that were done before
+    is_wanted: bool = False  # True if the run had done what it was told before, so that this start follows no failure
+    compiling: float = 0.0  # seconds of compiling graphs
+    last: Mapping[str, Any] = field(default_factory=dict)  # last "step" event; {} before the first
 
     def waited(self, cause: str) -> float:
         """Return the seconds of a wait: `waited_seconds` of the last step are sums since the start."""
@@ -67,16 +59,12 @@ class LostTime:
 
     Only two kinds of steps matter, so that a reader may skip all others: the last one before each start, and the last
     one of all.
-
-    Attributes:
-        steps: number of steps that were done again.
-        starts: number of starts of the run, to which its later stages do not add.
-        later_starts: each start but the first one, as the steps before it, and True if the run had saved its state and
-            stopped, so that it was continued; False if it had failed or was killed, and was started again.
     """
 
-    steps: int = 0
-    starts: int = 0
+    steps: int = 0  # number of steps that were done again
+    starts: int = 0  # number of starts of the run, to which its later stages do not add
+    # Each start but the first one, as the steps before it, and True if the run had saved its state and stopped, so that
+    # it was continued; False if it had failed or was killed, and was started again.
     later_starts: list[tuple[int, bool]] = field(default_factory=list)
     _lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     _first_time: float = math.nan

@@ -17,8 +17,7 @@ from shardwise_watch.step_metrics import STEP_METRICS
 # Colours of Okabe and Ito and three more, which colour-blind eyes tell apart; the ninth curve is dashed.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a3d9a", "#4d4d4d")
 _LINES = ("-", "--", ":", "-.")
-_FEW_POINTS = 60
-"""A curve with fewer points has dots: of a single one a line shows nothing."""
+_FEW_POINTS = 60  # a curve with fewer points has dots: of a single one a line shows nothing
 STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,

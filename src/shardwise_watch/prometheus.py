@@ -20,14 +20,7 @@ from shardwise_watch.step_metrics import STEP_METRICS
 
 
 class _Metric(NamedTuple):
-    """A metric of Prometheus, and the field of a run's snapshot that has its value.
-
-    Attributes:
-        name: name after `shardwise_`.
-        field: key in the snapshot, or in its part of the metric.
-        help: sentence that Prometheus shows.
-        label: name of the label that tells the keys of a field apart, if the field is an object.
-    """
+    """A metric of Prometheus, named after `shardwise_`; `label` tells the keys of a field apart that is an object."""
 
     name: str
     field: str
@@ -134,7 +127,6 @@ def _families(run_snapshot: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
 
 
 def _gauge(metric: _Metric, sources: Sequence[_Source]) -> Iterator[GaugeMetricFamily]:
-    """Yield a metric with a sample of each source that has it; nothing if none has."""
     family: GaugeMetricFamily | None = None
     for labels, fields in sources:
         content = fields.get(metric.field)

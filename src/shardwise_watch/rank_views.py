@@ -17,30 +17,22 @@ SILENT_STEPS = 20
 
 @dataclass(frozen=True)
 class RankView:
-    """Facts of a rank, as those who watch a run see them.
-
-    Attributes:
-        pid: process id on its host.
-        place: index of the rank along each axis of the mesh: `pp`, `dp`, `tp`.
-        work_seconds: seconds of the rank's own work in a step, without waiting for other ranks: the median of its last
-            steps, as a single slow step names nobody.
-        relative: ratio of `work_seconds` to the least of its pipeline stage; None if ranks recorded none.
-        heard: time of its last line, in seconds since the epoch.
-        last: the last line itself.
-    """
+    """Facts of a rank, as those who watch a run see them."""
 
     rank: int
     host: str
-    pid: int | None
+    pid: int | None  # process id on its host
     device: str
-    place: Mapping[str, int]
+    place: Mapping[str, int]  # index of the rank along each axis of the mesh: `pp`, `dp`, `tp`
     step: int | None
+    # Seconds of the rank's own work in a step, without waiting for other ranks: the median of its last steps, as a
+    # single slow step names nobody.
     work_seconds: float | None
-    relative: float | None
+    relative: float | None  # ratio of `work_seconds` to the least of its pipeline stage; None if ranks recorded none
     memory_bytes: int | None
     utilization: float | None
-    heard: float
-    last: Mapping[str, Any]
+    heard: float  # time of its last line, in seconds since the epoch
+    last: Mapping[str, Any]  # the last line itself
 
     @property
     def step_seconds(self) -> float | None:

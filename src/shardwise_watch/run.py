@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import platform
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,28 +37,20 @@ State = Literal["starting", "running", "silent", "finished", "stopped", "failed"
 STATES: tuple[State, ...] = get_args(State)
 
 _ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
-_SILENT_RECORDS = 3
-"""Records that may fail to come with a large `log.every`, before a run is silent."""
-_SILENT_AT_THE_START = 600.0
-"""Seconds before the first step: a run that starts may compile graphs, or prepare data."""
-_RECENT_STEPS = 20
-"""Recorded steps over which the pace of a run is taken."""
-_RESTARTS_BYTES = 1 << 20
-"""Bytes of restarts.jsonl that are read: thousands of starts."""
-_LAST_SECOND = 1e11
-"""In the year 5138: a later time is none."""
-_RANK_BYTES = 1 << 15
-"""Bytes of a rank's file that are read: much more than its last twenty lines have."""
-_START_SECONDS = 600.0
-"""Seconds after the run's "start" event within which each rank records its own."""
+_SILENT_RECORDS = 3  # records that may fail to come with a large `log.every`, before a run is silent
+_SILENT_AT_THE_START = 600.0  # seconds before the first step: a run that starts may compile graphs, or prepare data
+_RECENT_STEPS = 20  # recorded steps over which the pace of a run is taken
+_RESTARTS_BYTES = 1 << 20  # bytes of restarts.jsonl that are read: thousands of starts
+_LAST_SECOND = 1e11  # in the year 5138: a later time is none
+_RANK_BYTES = 1 << 15  # bytes of a rank's file that are read: much more than its last twenty lines have
+_START_SECONDS = 600.0  # seconds after the run's "start" event within which each rank records its own
 
 
 class _WholeFile(NamedTuple):
     """A file that is replaced as a whole, as it was read last.
 
-    Attributes:
-        changed: time of its last change, in ns; 0 for one that must be read again.
-        problem: sentence on a file that is damaged or cannot be read; empty for another one.
+    `changed`: time of its last change, in ns; 0 for one that must be read again. `problem`: sentence on a file that is
+    damaged or cannot be read.
     """
 
     changed: int = 0
@@ -326,7 +319,6 @@ class RunView:
                 self._undo(event)
 
     def _undo(self, resume: dict[str, Any]) -> None:
-        """Forget the steps and evaluations that come after the checkpoint of a "resume" event."""
         kept = last_kept_step(resume)
         if kept is None:
             return
@@ -349,7 +341,6 @@ class RunView:
         return is_new
 
     def _is_alive(self) -> bool:
-        """True if the run's process exists, on this host or on another one."""
         if RunLock.is_held(self.path):
             return True
         # Some file systems keep locks within a host: those of another host are not seen, and its writing must do.
@@ -357,7 +348,6 @@ class RunView:
         return holder is not None and holder["host"] != platform.node() and not self._is_silent()
 
     def _is_silent(self) -> bool:
-        """True if the run has written nothing for long."""
         steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
         least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
@@ -422,11 +412,21 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     problem = "is not there"
     if chosen.exists():
         problem = "holds no run" if chosen.is_dir() else "is a file"
+    if path is not None and (waiting := unsubmitted_job(chosen)):
+        raise ConfigError(waiting)
     if path is None:
         raise ConfigError(f"no run found: {chosen} {problem}; start a run, or name its folder")
     raise ConfigError(
         f"RUN ({chosen}) must be the folder of a run, it {problem}: `shardwise ls` lists those of {RUNS}/"
     )
+
+
+def unsubmitted_job(folder: Path) -> str | None:
+    """Return how to submit the job whose files alone were written into a folder; None if it holds no such files."""
+    script = folder / "job.sh"
+    if not script.is_file() or (folder / "jobs.jsonl").exists() or RunDirectory(folder).holds_run:
+        return None
+    return f"{folder} holds a job that was not submitted: submit it by `sbatch {shlex.quote(str(script))}`"
 
 
 def run_folders(root: Path = RUNS) -> list[Path]:
@@ -483,7 +483,6 @@ def runs_at(folder: str) -> list[RunView | UnreadableRun]:
 
 
 def _run_at(path: Path) -> RunView | UnreadableRun:
-    """Read the run in its folder, or why it cannot be read."""
     try:
         return RunView(path, all_steps=False)
     except ConfigError as error:

@@ -56,7 +56,6 @@ def run_row(run: RunView | UnreadableRun) -> dict[str, Any]:
 
 
 def _parent(run: RunView) -> dict[str, Any] | None:
-    """Describe where a branch began; None for another run."""
     if not run.branch:
         return None
     path = run.branch.get("parent")

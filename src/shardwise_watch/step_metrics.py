@@ -22,25 +22,16 @@ from shardwise.runs.events import number, seconds_of
 
 @dataclass(frozen=True)
 class StepMetric:
-    """A number of "step" events in `metrics.jsonl`, as reports and screens show it.
+    """A number of "step" events in `metrics.jsonl`, as reports and screens show it."""
 
-    Attributes:
-        name: key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it.
-        help: sentence that Prometheus shows.
-        title: heading of the chart in the report; empty for a metric that has no chart.
-        note: words under the heading.
-        is_share: True if charts show the number in percent.
-        is_cut: True if the chart may leave out a steep beginning that would hide the rest of the curve.
-        is_in_every_step: True if each step records the metric, so that a number that is not finite tells of a training
-            that diverged. A metric that is None or NaN in a healthy run has False.
-    """
-
-    name: str
-    help: str
-    title: str = ""
-    note: str = ""
-    is_share: bool = False
-    is_cut: bool = True
+    name: str  # key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it
+    help: str  # sentence that Prometheus shows
+    title: str = ""  # heading of the chart in the report; empty for a metric that has no chart
+    note: str = ""  # words under the heading
+    is_share: bool = False  # True if charts show the number in percent
+    is_cut: bool = True  # True if the chart may leave out a steep beginning that would hide the rest of the curve
+    # True if each step records the metric, so that a number that is not finite tells of a training that diverged. A
+    # metric that is None or NaN in a healthy run has False.
     is_in_every_step: bool = False
 
 
@@ -116,7 +107,9 @@ class StepSeries:
             self.undo_after(step - 1)
         self.steps.append(step)
         at = seconds_of(event)
-        self.elapsed.append(_elapsed_at(at, self.began, self.seconds, self.elapsed))
+        # After the record before, only the time since the last start counts.
+        since = max((time for time in (self.began, *self.seconds[-1:]) if time <= at), default=at)
+        self.elapsed.append((self.elapsed[-1] if self.elapsed else 0.0) + at - since)
         self.seconds.append(at)
         _append_fields(self.numbers, event)
         split = event.get("split_seconds")
@@ -155,18 +148,6 @@ class StepSeries:
         return {name: seconds for name, seconds in means.items() if seconds is not None}
 
 
-def _elapsed_at(at: float, began: float, seconds: Sequence[float], elapsed: Sequence[float]) -> float:
-    """Return the seconds of training up to a record: those up to the record before, and those since it.
-
-    Args:
-        at: time of the record.
-        began: time of the last start; after the record before, only the time since it counts.
-        seconds, elapsed: times of the records before that count, and the seconds of training up to each.
-    """
-    since = max((time for time in (began, *seconds[-1:]) if time <= at), default=at)
-    return (elapsed[-1] if elapsed else 0.0) + at - since
-
-
 def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any]) -> None:
     for name, values in columns.items():
         value = fields.get(name)
@@ -175,14 +156,10 @@ def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any
 
 
 class CurveColumn(NamedTuple):
-    """The values of consecutive steps in a column of a drawn curve.
+    """The values of consecutive steps in a column of a drawn curve."""
 
-    Attributes:
-        step: last step of the column.
-        least, mean, largest: figures of the finite values in the column.
-    """
-
-    step: float
+    step: float  # last step of the column
+    # least, mean, largest: figures of the finite values in the column.
     least: float
     mean: float
     largest: float
@@ -190,19 +167,12 @@ class CurveColumn(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCurve:
-    """A number over the steps of a run, to be drawn.
+    """A number over the steps of a run, to be drawn."""
 
-    Attributes:
-        columns: columns in the order of steps; None for one without a finite value.
-        dots: (step, value) of single values, such as evaluations.
-        breaks: first and last step at which the number is not finite.
-        span: first and last step that the columns cover.
-    """
-
-    columns: Sequence[CurveColumn | None]
-    dots: Sequence[tuple[float, float]] = ()
-    breaks: tuple[float, float] | None = None
-    span: tuple[int, int] = (0, 0)
+    columns: Sequence[CurveColumn | None]  # columns in the order of steps; None for one without a finite value
+    dots: Sequence[tuple[float, float]] = ()  # (step, value) of single values, such as evaluations
+    breaks: tuple[float, float] | None = None  # first and last step at which the number is not finite
+    span: tuple[int, int] = (0, 0)  # first and last step that the columns cover
 
     @property
     def known(self) -> list[CurveColumn]:

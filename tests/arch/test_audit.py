@@ -64,13 +64,6 @@ def tutorial(audit: dict[str, Any]) -> str:
     return re.sub(r"https?://(?:[^\s/?`)>]*/)*|\?highlight=\w+", "", path.read_text(encoding="utf-8"))
 
 
-# ---- complete
-
-
-def test_every_term_of_the_list_has_a_row(audit: dict[str, Any]) -> None:
-    assert set(audit["extracted"]) == set(audit["names"]), "extracted and names differ"
-
-
 def test_the_list_has_every_flag_and_name_of_the_tutorial(audit: dict[str, Any], tutorial: str) -> None:
     found = {term for rule in RULES for term in re.findall(rule, tutorial, re.MULTILINE)}
     assert found == set(audit["extracted"]), "a term of the tutorial has no row, or a row has no term"
@@ -87,19 +80,6 @@ def test_every_line_of_the_tutorials_code_has_a_row(audit: dict[str, Any], tutor
 def test_every_step_is_of_the_tutorial(audit: dict[str, Any], tutorial: str) -> None:
     text = " ".join(tutorial.split()).lower()
     assert [term for term in audit["steps"] if " ".join(term.split()).lower() not in text] == []
-
-
-def test_its_page_names_every_flag_and_variable(audit: dict[str, Any]) -> None:
-    page = (ROOT / audit["page"]).read_text(encoding="utf-8")
-    assert "(all-five.md)" in page
-    page += SHARED.read_text(encoding="utf-8")
-    flags = {term for part in ("names", "script") for term in audit[part] if FLAG.fullmatch(term)}
-    assert flags
-    missing = [flag for flag in sorted(flags) if not re.search(rf"(?<![\w.-]){re.escape(flag)}(?![\w])", page)]
-    assert missing == [], f"{audit['page']} does not say what these are here"
-
-
-# ---- true
 
 
 def test_every_answer_is_so(audit: dict[str, Any]) -> None:
@@ -120,7 +100,15 @@ def test_every_answer_is_so(audit: dict[str, Any]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_compiles_in_a_tutorial_has_an_answer(audit: dict[str, Any]) -> None:
+def test_every_term_has_a_row_and_its_page_names_every_flag_and_variable(audit: dict[str, Any]) -> None:
+    assert set(audit["extracted"]) == set(audit["names"]), "extracted and names differ"
+    page = (ROOT / audit["page"]).read_text(encoding="utf-8")
+    assert "(all-five.md)" in page
+    page += SHARED.read_text(encoding="utf-8")
+    flags = {term for part in ("names", "script") for term in audit[part] if FLAG.fullmatch(term)}
+    assert flags
+    missing = [flag for flag in sorted(flags) if not re.search(rf"(?<![\w.-]){re.escape(flag)}(?![\w])", page)]
+    assert missing == [], f"{audit['page']} does not say what these are here"
     compiles = {
         term: row for term, row in rows(audit).items() if re.search("compil|graph|NEURON_CC", term, re.IGNORECASE)
     }

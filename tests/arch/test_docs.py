@@ -1,9 +1,12 @@
 """What the documentation says is so: its code runs, its keys, targets and links exist, its index is complete."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -42,6 +45,13 @@ SCRIPTS = {
     for block in re.findall(r"^```python\n(.*?)^```", LOOP, re.MULTILINE | re.DOTALL)
     if (found := re.match(r"# (\w+\.py); run it with: torchrun", block))
 }
+ORIGINAL = re.compile(r"^## [^\n]*original.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+"""A section of a tutorial that compares with the original."""
+OTHER_NAMES = ("docs/comparison.md", "docs/porting.md")
+"""Pages with the keys of other programs."""
+CONTAINERS = (ROOT / "docs/containers.md").read_text(encoding="utf-8")
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+LINTER = Path(sys.executable).parent / "hadolint"
 
 
 @pytest.mark.slow
@@ -54,20 +64,6 @@ def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
     assert "Warning" not in done.err
     shown = LOOP.partition(f"{SCRIPTS[name]}```\n\n<!-- excerpt -->\n```text\n")[2].partition("```")[0]
     assert shape(done.out) == shape(shown if name == "zero1.py" else "")
-
-
-def test_readme_names_the_families_of_the_recipes() -> None:
-    (named,) = re.findall(r"^\| recipes \| (.*), published or tiny \|$", README, re.MULTILINE)
-    families = {load_config(name).model.family.replace("_", "-") for name in recipe_names()}
-    assert {word.lower() for word in re.split(r", | and ", named)} == families
-
-
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
-    named = set(re.findall(r"(?:`|^)make ([a-z-]+)\b", README + CONTRIBUTING, re.MULTILINE))
-    assert {"train", "test"} <= named
-    assert named <= targets
 
 
 def test_generated_page_is_current() -> None:
@@ -124,7 +120,7 @@ def test_each_environment_variable_of_the_code_is_on_its_page_and_no_other() -> 
     assert len(environment_variables.page().split()) < 700
 
 
-def test_the_index_lists_every_page_once_with_a_sentence() -> None:
+def test_the_index_and_the_menu_of_the_site_have_every_page() -> None:
     docs = ROOT / "docs"
     listed = re.findall(
         r"^(?:- |\d+\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
@@ -134,10 +130,7 @@ def test_the_index_lists_every_page_once_with_a_sentence() -> None:
     linked = set(re.findall(r"\]\(([^)]+)\)", README))
     tutorials = {f"docs/{page}" for page in pages if page.startswith("tutorials/")}
     assert {"docs/README.md"} | tutorials <= linked, "the README links the index and each tutorial"
-
-
-def test_the_site_has_a_menu_of_all_pages_in_short_sections_and_every_public_name() -> None:
-    """The menu has the sections of docs/README.md, and each page in them."""
+    # The menu has the sections of docs/README.md, and each page in them.
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     menu = yaml.safe_load(text.partition("\nnav:\n")[2].partition("\nnot_in_nav")[0])
     sections = {title: entries for part in menu for title, entries in part.items() if isinstance(entries, list)}
@@ -177,7 +170,15 @@ def test_a_page_has_at_most_300_lines_and_says_what_to_read_next(page: Path) -> 
     assert all((page.parent / link).exists() for link in links), f"one of {links} leads nowhere"
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_names_families_and_targets_that_exist() -> None:
+    (named,) = re.findall(r"^\| recipes \| (.*), published or tiny \|$", README, re.MULTILINE)
+    families = {load_config(name).model.family.replace("_", "-") for name in recipe_names()}
+    assert {word.lower() for word in re.split(r", | and ", named)} == families
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)\b", README + CONTRIBUTING, re.MULTILINE))
+    assert {"train", "test"} <= named
+    assert named <= targets
     assert len(README.split()) <= 800
 
 
@@ -191,9 +192,7 @@ def test_a_skill_is_short_and_says_when_it_is_for(page: Path) -> None:
     assert "```sh\n" in text, "its commands must stand in blocks, which tests run"
 
 
-def test_the_site_has_an_index_for_programs_and_each_page_as_markdown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_site_has_an_index_for_programs_and_its_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "PAGES", tmp_path / "pages")
     site.main()
     index = (tmp_path / "pages/llms.txt").read_text(encoding="utf-8")
@@ -218,7 +217,7 @@ def test_the_site_has_an_index_for_programs_and_each_page_as_markdown(
         ("[project.urls]\nDocumentation = 'https://docs.example'", (None, None, "https://docs.example")),
     ],
 )
-def test_the_site_links_what_the_project_names(
+def test_the_site_has_links(
     urls: str, links: tuple[str | None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pyproject.toml").write_text(f"[project]\nname = 'shardwise'\n{urls}\n", encoding="utf-8")
@@ -238,12 +237,6 @@ def test_commands_in_the_text_exist() -> None:
             named.add(" ".join([*(commands[:1] or words), *re.findall(r" (--[a-z-]+)", code)]))
     assert len(named) > 15
     assert [each for each in sorted(named) if not is_command(each)] == []
-
-
-ORIGINAL = re.compile(r"^## [^\n]*original.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-"""A section of a tutorial that compares with the original."""
-OTHER_NAMES = ("docs/comparison.md", "docs/porting.md")
-"""Pages with the keys of other programs."""
 
 
 def test_keys_in_the_text_exist() -> None:
@@ -289,3 +282,39 @@ def test_release_files_have_the_version() -> None:
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
     assert "## [Unreleased]" in changelog
     assert not released or released[0][0] == version, f"the newest section of the changelog is {released[0]}"
+
+
+def manifests() -> list[dict[str, object]]:
+    (block,) = re.findall(r"^```yml\n(.*?)^```", CONTAINERS, re.MULTILINE | re.DOTALL)
+    return [*yaml.safe_load_all(block)]
+
+
+def test_the_manifest_fits_the_schema_of_kubernetes_and_names_data() -> None:
+    versions = kubernetes_validate.latest_version(), "1.29.0"
+    assert [manifest["kind"] for manifest in manifests()] == ["Service", "Job"]
+    for manifest in manifests():
+        for version in versions:
+            kubernetes_validate.validate(manifest, version, strict=True)
+    for text in (CONTAINERS, (ROOT / "docs/cluster.md").read_text(encoding="utf-8")):
+        started = re.findall(r"shardwise train llama2-7b\b(?:[\s\\]+(\S+))?", text)
+        assert len(started) > 1
+        assert {word.partition("=")[0] for word in started} == {"data.dataset"}
+    job: Any = manifests()[1]
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][0] == "data.dataset=python"
+
+
+def test_the_linter_finds_nothing_and_would_find_a_fault() -> None:
+    done = subprocess.run([LINTER, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    wrong = DOCKERFILE.replace("WORKDIR /train", "RUN cd /train")
+    assert subprocess.run([LINTER, "-"], input=wrong, text=True, capture_output=True, check=False).returncode == 1
+
+
+def test_the_image_gets_each_file_that_it_copies_and_has_the_arguments_of_the_page() -> None:
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()]
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) == kept
+    assert all((ROOT / name).exists() for name in copied)
+    named = re.findall(r"^- `([A-Z]+)`: ", CONTAINERS, re.MULTILINE)
+    assert named == re.findall(r"^ARG ([A-Z]+)=", DOCKERFILE, re.MULTILINE)
+    assert len(CONTAINERS.split()) <= 700

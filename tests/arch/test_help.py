@@ -45,25 +45,17 @@ def in_one_line(text: str) -> str:
 
 
 def test_help_is_frozen() -> None:
-    found = current()
+    helps = current()
     frozen = {path.stem: path.read_text(encoding="utf-8") for path in SNAPSHOTS.glob("*.txt")}
+    found = helps
     if sys.version_info >= (3, 13):
-        found, frozen = ({name: in_one_line(text) for name, text in each.items()} for each in (found, frozen))
+        found, frozen = ({name: in_one_line(text) for name, text in each.items()} for each in (helps, frozen))
     assert found == frozen
-
-
-def test_help_fits_a_terminal_of_80_columns() -> None:
-    wide = {name: [line for line in text.splitlines() if len(line) > 80] for name, text in current().items()}
+    wide = {name: [line for line in text.splitlines() if len(line) > 80] for name, text in helps.items()}
     assert not {name: lines for name, lines in wide.items() if lines}
-
-
-def test_help_cuts_no_word_at_a_hyphen() -> None:
-    """But for the usage, whose parts argparse keeps whole."""
-    cut = {name: re.findall(r"\w-\n", text) for name, text in current().items()}
+    # But for the usage, whose parts argparse keeps whole.
+    cut = {name: re.findall(r"\w-\n", text) for name, text in helps.items()}
     assert not {name: ends for name, ends in cut.items() if ends}
-
-
-def test_help_lists_every_command() -> None:
     text = help_of()
     assert [line.split()[0] for line in re.findall(r"(?m)^  ([a-z].+)", text)] == COMMANDS
 

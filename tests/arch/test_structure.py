@@ -2,15 +2,41 @@
 
 import ast
 import importlib
+import re
+import signal
+import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.arch.source import ROOT, SOURCE, nodes, package_files
+import shardwise
+from shardwise.cli import main
+from shardwise.config.optimizer_specs import OPTIMIZERS
+from shardwise.launch.stop_requests import SIGNALS
+from shardwise.models.causal import CausalLM
+from tests.arch.source import (
+    ROOT,
+    SOURCE,
+    attribute_names,
+    config_fields,
+    dotted,
+    imported_names,
+    nodes,
+    package_files,
+    place,
+    python_files,
+)
 
 LONGEST_FUNCTION = 60
+MAX_LINES = 600
+PACKAGE = Path(shardwise.__file__).parent
+MOST_FRAMES, MOST_FILES = 7, 4
+SHORT = ["train.steps=2", "train.global_batch=2", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false"]
 
 
 def modules() -> dict[str, Path]:
@@ -72,7 +98,6 @@ def test_functions_stay_short() -> None:
     for name, path in modules().items():
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
                 lines = node.end_lineno - node.lineno + 1
                 if lines > LONGEST_FUNCTION:
                     long.append(f"{name}.{node.name} has {lines} lines, at most {LONGEST_FUNCTION}")
@@ -89,3 +114,130 @@ def test_programs_beside_the_package_import_what_is_there(path: Path) -> None:
             module = importlib.import_module(str(node.module))
             for alias in node.names:
                 assert hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}"), alias.name
+
+
+def used(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each import, attribute and call, whose name ends with (); line and quoted text of constants."""
+    yield from imported_names(path)
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, dotted(node) or f"….{node.attr}"
+        elif isinstance(node, ast.Call):
+            yield node.lineno, f"{dotted(node.func)}()"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, repr(node.value)
+
+
+VERBS = "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|isend|irecv|send|recv"
+HOMES = {
+    r"torch(\.\w+)*\._(?!_)[\w.]*": "distributed/torch_private.py",  # private names of torch
+    rf"(.*\.)?(dist|distributed)\.({VERBS})(_\w+)?\(\)": "distributed/collectives.py",  # meters see what it sends
+    r".*\.cuda|'cuda(:\d+)?'": "distributed/devices.py distributed/torch_private.py base/hardware.py",
+    r".*\.expanduser": "base/files.py",  # user_path: the method raises a RuntimeError where there is no such user
+}
+"""Names, and the only files of the core that may use them."""
+
+
+@pytest.mark.parametrize("names", HOMES)
+def test_names_have_one_home(names: str) -> None:
+    homes = {SOURCE / "shardwise" / home for home in HOMES[names].split()}
+    found = [
+        f"{place(path, line)} {name}"
+        for path in package_files()
+        if path not in homes
+        for line, name in used(path)
+        if re.fullmatch(names, name)
+    ]
+    assert not found, f"only {HOMES[names]} may use these:\n" + "\n".join(found)
+
+
+def test_files_stay_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in python_files()}
+    long = [f"{place(path, lines)}" for path, lines in lengths.items() if lines > MAX_LINES]
+    assert not long, f"a file of more than {MAX_LINES} lines has more than one subject:\n" + "\n".join(long)
+
+
+def test_nothing_is_unfinished() -> None:
+    words = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    found = [
+        place(path, number)
+        for path in python_files()
+        if path.name != "test_structure.py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if words.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def read_by_own_methods(path: Path) -> set[str]:
+    """`self.key` in the public methods of a section: what they derive is read in the key's stead.
+
+    So is what a family's table `keys` names: the properties of all families read through it.
+    """
+    sections = [section for section in nodes(path) if isinstance(section, ast.ClassDef)]
+    tables = [
+        node.value
+        for section in sections
+        for node in section.body
+        if isinstance(node, ast.AnnAssign) and dotted(node.target) == "keys" and isinstance(node.value, ast.Dict)
+    ]
+    methods = (
+        method
+        for section in sections
+        for method in section.body
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+    )
+    named = {str(value.value) for table in tables for value in table.values if isinstance(value, ast.Constant)}
+    return named | {
+        node.attr
+        for method in methods
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and dotted(node.value) == "self"
+    }
+
+
+def test_every_config_key_has_a_reader() -> None:
+    """A key that nothing reads is a promise that nothing keeps. A key with one legal value leaves nothing to read."""
+    # Arguments of the optimizer's class.
+    read = {key.rpartition(".")[2] for spec in OPTIMIZERS.values() for key in spec.keys}
+    for path in package_files():
+        in_config = path.is_relative_to(SOURCE / "shardwise/config")
+        read |= read_by_own_methods(path) if in_config else attribute_names(path)
+    keys = [key for key, field in config_fields().items() if len(get_args(field.annotation)) != 1]
+    unread = [key for key in keys if key.rpartition(".")[2] not in read]
+    assert not unread, f"nothing reads the config keys {unread}"
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    """A run in this process hears signals; afterwards pytest does again."""
+    handlers, threads = {number: signal.getsignal(number) for number in SIGNALS}, torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_from_the_command_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted are this package's frames, from the command's `run` to the one that calls the model, and not torch's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: ("cpu", 0))
+    ways: list[list[tuple[str, str]]] = []
+
+    def note(module: torch.nn.Module, _: object) -> None:
+        if isinstance(module, CausalLM):
+            stack = [(Path(frame.filename), frame.name) for frame in traceback.extract_stack()]
+            ours = [(file.relative_to(PACKAGE).as_posix(), name) for file, name in stack if PACKAGE in file.parents]
+            ways.append(ours[ours.index(("cli/train.py", "run")) :])
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        assert main(["train", "llama2-tiny", *SHORT, "--nproc", "1", "--run-dir", "run"]) == 0
+    finally:
+        hook.remove()
+    assert len(ways) > 1
+    for way in ways:
+        assert len(way) <= MOST_FRAMES, way
+        assert len({file for file, _ in way}) <= MOST_FILES, way

@@ -55,15 +55,12 @@ def sites() -> dict[str, list[str]]:
     return found
 
 
-def test_there_are_entries() -> None:
+def test_each_message_that_has_an_entry_names_it_and_each_address_leads_to_one() -> None:
     assert len(ENTRIES) >= 60
     assert len(ENTRIES) == sum(text.count("\n### ") for text in PAGES.values()), "two entries have one address"
     names = {entry.partition("#")[2] for entry in ENTRIES}
     assert len(names) == len(ENTRIES), "two entries have one name"
     assert set(ASSERTED_BY) == names
-
-
-def test_each_message_that_has_an_entry_names_it_and_each_address_leads_to_one() -> None:
     assert set(sites()) == set(ENTRIES)
 
 
@@ -79,16 +76,6 @@ def test_the_command_line_explains_each_entry(capsys: pytest.CaptureFixture[str]
         assert said.removeprefix("Message:").split() == words.split()
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_message_is_quoted_as_a_test_asserts_it(name: str) -> None:
-    found = re.fullmatch(r"> (.+)\n\n\*\*Cause\.\*\* .+\n\*\*Fix\.\*\* .+\n+", ENTRIES[name], re.DOTALL)
-    assert found, f"{name} lacks its message, its cause or its fix"
-    test = ASSERTED_BY[name.partition("#")[2]]
-    asserted = (ROOT / test).read_text(encoding="utf-8")
-    for part in (part.strip(" ,;(") for part in found[1].split("…")):
-        assert part in asserted or part in asserted.replace("\\", ""), f"{test} asserts no {part!r} of {name}"
-
-
 def test_its_events_exist() -> None:
     written = re.findall(r'(?:_event\(\s*|\{"event": )"(\w+)"', (ROOT / "src/shardwise/train/reporter.py").read_text())
     assert set(written) == set(EVENTS)
@@ -99,7 +86,13 @@ def test_its_events_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_message_is_quoted_as_the_code_writes_it(name: str) -> None:
+def test_a_message_is_quoted_as_the_code_writes_it_and_a_test_asserts_it(name: str) -> None:
+    found = re.fullmatch(r"> (.+)\n\n\*\*Cause\.\*\* .+\n\*\*Fix\.\*\* .+\n+", ENTRIES[name], re.DOTALL)
+    assert found, f"{name} lacks its message, its cause or its fix"
+    test = ASSERTED_BY[name.partition("#")[2]]
+    asserted = (ROOT / test).read_text(encoding="utf-8")
+    for part in (part.strip(" ,;(") for part in found[1].split("…")):
+        assert part in asserted or part in asserted.replace("\\", ""), f"{test} asserts no {part!r} of {name}"
     quoted = ENTRIES[name].partition("\n")[0].removeprefix("> ")
     parts = [part.strip(" ,;(") for part in quoted.split("…")]
     assert any(part and part in text for text in sites()[name] for part in parts), f"no message of {name} has its quote"

@@ -1,7 +1,5 @@
 """A real SLURM whose nodes are all this machine: its daemons on the loopback interface, without systemd or cgroups."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -15,39 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
-_CONFIGURATION = """\
-ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={port}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
-CredType=cred/munge
-SlurmUser=root
-SlurmdUser=root
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
-SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=1,bf_interval=1
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-SlurmdParameters=config_overrides
-KillWait=2
-SlurmdTimeout=10
-NodeName=n[1-{nodes}] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=8 Boards=1 \
-SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=2000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+_CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
 
 def lacking() -> str | None:

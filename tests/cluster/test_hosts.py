@@ -1,7 +1,5 @@
 """An attempt at a job on hosts of their own networks (network namespaces), whose link is cut."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

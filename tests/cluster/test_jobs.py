@@ -129,7 +129,7 @@ def test_the_curve_is_that_of_a_run_without_interruption(survivor: Submission) -
     assert losses(local) == [losses_[step] for step in range(1, last + 1)], "bit by bit"
 
 
-def test_each_start_is_recorded_with_its_cause(survivor: Submission) -> None:
+def test_each_start_is_recorded_and_told_with_its_cause(survivor: Submission) -> None:
     requeued, killed, stopped = map(json.loads, (survivor.run / "restarts.jsonl").read_text().splitlines())
     assert (requeued["how"], killed["how"], stopped["how"]) == ("preempted", "failed", "stopped")
     assert (requeued["requeues"], killed["requeues"], stopped["requeues"]) == (0, 1, 1)
@@ -141,9 +141,6 @@ def test_each_start_is_recorded_with_its_cause(survivor: Submission) -> None:
     assert "restart 1 of 100 (launch.max_restarts), in the same allocation" in log
     assert log.count("the run was stopped by `shardwise stop`") == 1
     assert "Traceback" not in log
-
-
-def test_each_start_and_the_end_are_told_by_the_supervisor_alone(survivor: Submission) -> None:
     told = json.loads(f"[{(survivor.at / 'told.json').read_text().replace('}{', '},{')}]")
     assert [(notice["event"], notice["exit_code"]) for notice in told] == [("restart", 75), ("restart", 1), ("end", 75)]
     requeued, killed, stopped = told
@@ -151,9 +148,6 @@ def test_each_start_and_the_end_are_told_by_the_supervisor_alone(survivor: Submi
     assert killed["reason"].startswith("rank 1 was killed (SIGKILL")
     assert "stopped by `shardwise stop`" in stopped["reason"]
     assert {notice["run"] for notice in told} == {survivor.run.name}
-
-
-def test_jobs_tell_how_it_does_and_did(survivor: Submission) -> None:
     listed = (survivor.at / "jobs.txt").read_text()
     assert re.search(
         rf"^{survivor.id} +running +\d+ +[\d.]+ +\d\.\d{{4}} .* 2 +runs/miniature-", listed, re.MULTILINE
@@ -198,9 +192,7 @@ def test_what_cannot_run_is_refused_and_leaves_nothing(slurm: Slurm, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_random_kills_of_ranks_launchers_supervisors_and_nodes_are_survived(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_twenty_random_kills_of_ranks_launchers_supervisors_nodes_are_survived(slurm: Slurm, tmp_path: Path) -> None:
     """Each costs one step at most, and the curve is that of a run without any."""
     saving = ("checkpoint.every=20", "checkpoint.memory_every=1")
     job, draw = Submission(slurm, tmp_path, "train.steps=4000", *saving, *TWO), random.Random(19)

@@ -23,7 +23,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights, step_with_gradients
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FACTS, FAMILIES, make_config, make_data, sizes, uncount
+from tests.dist.training import FACTS, FAMILIES, SPARSE, cases, make_config, make_data, sizes, uncount
 
 EVAL_BATCHES = 2
 STEPS = 2
@@ -37,20 +37,13 @@ GRAIN = 8
 """Parts of the sums over a cut dimension, of cells with `bitwise`: more than there are ranks."""
 
 DROPOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", *FACTS, "olmoe", "qwen3_moe", "mixtral", "glm4_moe"), ("attention_dropout",)),
+    **dict.fromkeys(("llama", *FACTS, *SPARSE), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
-EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_key_value_heads": 2}
-SPARSE: dict[str, dict[str, Any]] = {
-    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
-    "qwen3_moe": EXPERTS | {"family": "qwen3_moe", "num_experts": 8, "head_dim": 8, "mlp_only_layers": [1]},
-    "mixtral": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    "glm4_moe": EXPERTS | {"family": "glm4_moe", "n_routed_experts": 8, "head_dim": 8, "n_group": 4, "topk_group": 2},
-}
-"""Families with experts, which have all objectives of routers that micro-batches and ranks add up."""
 OBJECTIVES = {"router_sequence_loss": 0.1, "router_batch_loss": 0.1, "router_z_loss": 0.01}
+"""All that micro-batches and ranks of a sparse model add up."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "gpt": {"tie_word_embeddings": False},
@@ -60,7 +53,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 1e-3},
     "lamb": {"name": "lamb", "lr": 1e-2, "eps": 1e-6},
+    "muon": {"name": "muon", "lr": 1e-2},
 }
+Sent = Counter[tuple[str, str]]
+"""Bytes or calls, by (axis, kind)."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +243,11 @@ def _drawn(generator: random.Random) -> dict[str, Any]:
     return values
 
 
+def cells_of(test: str) -> list[Cell]:
+    rows: list[dict[str, Any]] = cases(test)
+    return [Cell(**row | ({"stages": tuple(row["stages"])} if "stages" in row else {})) for row in rows]
+
+
 def small(*cells: Cell) -> tuple[Cell, ...]:
     """The cells with few blocks and samples, since each collective of tensor parallelism takes milliseconds.
 
@@ -298,35 +299,8 @@ def pipelines() -> list[Cell]:
     return [replace(c, layers=8, batch=max(8, 2 * c.pipeline * c.data)) for c in cells if c.world <= 8]
 
 
-COVERING = small(
-    Cell(
-        "gpt_neox", tensor=2, sequence=True, data=2, zero=1, recompute="full", optimizer="lamb", documents=True,
-        uneven=True,
-    ),
-    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, context_keys="ring"),
-    Cell(
-        "bert", schedule="interleaved", pipeline=2, tensor=2, sequence=True, overlap="pieces", recompute="selective",
-        dropout=True,
-    ),
-    Cell("gpt", variant=True, schedule="gpipe", pipeline=4, recompute="selective", documents=True, uneven=True),
-    Cell("llama", variant=True, schedule="zbv", pipeline=2, context=2, dropout=True, documents=True),
-    Cell("gpt", schedule="1f1b", pipeline=2, data=2, recompute="selective", dropout=True),
-    Cell("gpt_neox", context=4, context_keys="ring", recompute="full"),
-    Cell("llama", schedule="interleaved_zero_bubble", pipeline=4, optimizer="lamb", uneven=True),
-    Cell("bert", data=4, dropout=True),
-    Cell("llama", variant=True, tensor=4, sequence=True, overlap="pieces", optimizer="lamb", documents=True),
-)  # fmt: skip
-"""Each choice of the array occurs in one of them."""
-EIGHT_RANKS = small(
-    Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
-    Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
-    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", zero=1, uneven=True),
-    Cell("qwen3", context=8, context_keys="ring", zero=1, recompute="selective", documents=True),
-)
-"""Ranks that share samples beside all other axes."""
-
-
-# ---- one training
+COVERING = small(*cells_of("covering cells"))
+EIGHT_RANKS = small(*cells_of("cells of eight ranks"))
 
 
 @dataclass
@@ -443,10 +417,6 @@ def measure(cell: Cell, steps: int) -> Measured:
             {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (weights, gradients)
         )
     return found
-
-
-Sent = Counter[tuple[str, str]]
-"""Bytes or calls, by (axis, kind)."""
 
 
 def sent(mesh: Mesh) -> tuple[Sent, Sent]:

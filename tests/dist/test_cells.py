@@ -20,49 +20,29 @@ from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import stage_plan
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist import cells
-from tests.dist.cells import COVERING, EIGHT_RANKS, RANKS, Cell, Measured, Sent, array, configuration, measure, small
+from tests.dist.cells import (
+    COVERING,
+    EIGHT_RANKS,
+    RANKS,
+    Cell,
+    Measured,
+    Sent,
+    array,
+    cells_of,
+    configuration,
+    measure,
+    small,
+)
 from tests.dist.training import FAMILIES
 
 AGAIN = "keys and values, gathered again"
 STATE_BYTES = {"float32": 8, "mixed": 12, "bfloat16": 4}
-CURVES = small(
-    Cell("llama", data=2, tensor=2, sequence=True, zero=1, regathers=True),
-    Cell("gpt", schedule="1f1b", pipeline=2, data=2, zero=1),
-    Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2),
-    Cell("bert", schedule="zbv", pipeline=2, data=2, zero=1),
-)
-"""Of each family one cell with more steps."""
+CURVES = small(*cells_of("curves"))
 MIXED = small(*(Cell("gpt", schedule=one, pipeline=2, data=2, zero=1, mode="mixed") for one in get_args(Schedule)))
-OTHER_PRECISIONS = small(
-    *MIXED,
-    Cell("llama", variant=True, tensor=2, sequence=True, data=2, zero=1, mode="mixed", optimizer="lamb"),
-    Cell("gpt_neox", data=4, mode="mixed", recompute="selective"),
-    Cell("bert", tensor=4, sequence=True, mode="bfloat16"),
-)
-"""Their losses depend on the layout, as bfloat16 rounds at other places."""
-SPECIAL = small(
-    Cell("gpt", schedule="1f1b", pipeline=4, layers=8, stages=(3, 1, 2, 2)),
-    Cell("gpt", schedule="interleaved", pipeline=2, tensor=2, sequence=True, vocab_multiple=16),
-    Cell("gpt", tensor=2, sequence=True, recompute="full", regathers=True, dropout=True),
-)
-"""What a few cells show as well as many."""
-LIKE_LLAMA = small(
-    Cell("mistral", context=2, tensor=2, sequence=True, zero=1, documents=True),
-    Cell("qwen2", tensor=2, sequence=True, data=2, zero=1),
-    Cell("qwen3", tensor=4, sequence=True, optimizer="lamb", recompute="selective"),
-    Cell("olmo2", schedule="zbv", pipeline=2, tensor=2, dropout=True),
-    Cell("smollm3", schedule="1f1b", pipeline=2, data=2, recompute="full"),
-    Cell("gemma3", schedule="1f1b", pipeline=2, tensor=2, sequence=True, recompute="selective", documents=True),
-)
-"""Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""
-FP8 = small(
-    Cell("llama", tensor=2, sequence=True, context=2, zero=1, matmul="fp8"),
-    Cell("gpt", schedule="zbv", pipeline=2, tensor=2, matmul="fp8"),
-    Cell("gpt_neox", schedule="1f1b", pipeline=2, tensor=2, recompute="full", matmul="fp8"),
-    Cell("bert", data=4, mode="mixed", matmul="fp8"),
-    Cell("gpt", schedule="zbv", pipeline=2, context=2, recompute="selective", matmul="fp8"),
-)
-"""In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
+OTHER_PRECISIONS = (*MIXED, *small(*cells_of("other precisions")))
+SPECIAL = small(*cells_of("special cells"))
+LIKE_LLAMA = small(*cells_of("cells like Llama"))
+FP8 = small(*cells_of("fp8 cells"))
 CELLS = [*COVERING, *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
 SELDOM = {*CURVES[1:], SPECIAL[1], *LIKE_LLAMA[1:], *FP8[1:], *EIGHT_RANKS, *OTHER_PRECISIONS[1:8]}
 """What differs from cells that always run by a fact of the model, or by a schedule."""
@@ -131,24 +111,16 @@ def test_every_two_choices_that_can_meet_do() -> None:
 
 
 @by_name(CELLS)
-def test_initial_weights_are_those_of_one_process(cell: Cell, trained: Train) -> None:
+def test_weights_gradients_and_losses_are_those_of_one_process(cell: Cell, trained: Train) -> None:
     everyone, one = trained(cell), alone(cell, trained)
     found = whole(everyone, "weights")
     assert found.keys() == one.weights.keys()
     for name, weight in one.weights.items():
         assert torch.equal(found[name], weight), f"{name} differs at step 0"
-
-
-@by_name(CELLS)
-def test_gradients_are_those_of_one_process(cell: Cell, trained: Train) -> None:
     everyone, one = trained(cell), alone(cell, trained)
     errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
-
-
-@by_name(CELLS)
-def test_losses_are_those_of_one_process(cell: Cell, trained: Train) -> None:
     everyone, one = trained(cell), alone(cell, trained)
     found = everyone[0]
     for step, (a, b) in enumerate(zip(found.losses, one.losses, strict=True), start=1):
@@ -183,9 +155,7 @@ def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sweep("cell", lambda: [*array(), *cells.sweep(100), *cells.pipelines()])
-def test_any_other_cell_trains_like_one_process(
-    cell: Cell, ranks: Any, record_property: Callable[[str, object], None]
-) -> None:
+def test_any_other_cell_trains_alike(cell: Cell, ranks: Any, record_property: Callable[[str, object], None]) -> None:
     """What it finds is in the report of `--junitxml`, for the table in benchmarks/results/pipeline.md."""
     everyone: list[Measured] = ranks(cell.world).run(measure, cell, cells.LONG)
     one = measure(cell.alone, cells.LONG)
@@ -207,11 +177,6 @@ def test_gradients_of_mixed_precision_are_those_of_one_process(cell: Cell, train
     errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
-
-
-@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
-def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
-    check_costs(cell, trained(cell))
 
 
 def check_costs(cell: Cell, everyone: list[Measured]) -> None:
@@ -248,9 +213,10 @@ def check_costs(cell: Cell, everyone: list[Measured]) -> None:
         assert found.state["elements"] == elements, f"rank {rank} holds other parameters than the plan has"
 
 
-@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *OTHER_PRECISIONS])
-def test_optimizer_state_is_8_12_or_4_bytes_a_parameter(cell: Cell, trained: Train) -> None:
-    """Over the ranks that share it, padding of buckets left out."""
+@by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
+def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
+    check_costs(cell, trained(cell))
+    # Over the ranks that share it, padding of buckets left out.
     everyone = trained(cell)
     by_shard: Counter[tuple[int, int]] = Counter()
     elements: dict[tuple[int, int], int] = {}

@@ -29,13 +29,20 @@ from tests.dist.checkpoints import (
     step_folder,
 )
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import FACTS, make_config, sizes
+from tests.dist.training import cases, make_config, named, sizes
 from tests.hugging_face import open_folder
 from tests.sweeps import few
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 COLLECTIVES_WAIT = 59.0
 """Seconds for which a collective waits for a rank at least: `RankPool` sets a minute."""
+OF_BLOCKS = cases("models of checkpoints")
+PIPELINES = cases("checkpoints")
+OFTEN = ("TP 2 + SP × DP 2, mixed, past an epoch", "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16")
+PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
+PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
+PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
+RESHARDED = [(model, *pair) for model in OF_BLOCKS for pair in dict.fromkeys(PAIRS)]
 
 
 def config_of(tensor: int = 1, sequence: bool = False, zero: int = 1, mode: str = "float32", **sections: Any) -> Config:
@@ -93,37 +100,12 @@ def test_reshard(
     assert not differences(back.state, wanted.state), "written by this layout, read by one process"
 
 
-SIZES = sizes(131, 32, 64, heads=4)
-GPT = SIZES | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-SAME_LAYOUT = {
-    "one process": (1, config_of(), 2),
-    "dropout, accumulation": (2, config_of(model=GPT, train={"micro_batch": 1, "dropout_mode": "fast"}), 2),
-    "TP 2 + SP × DP 2, mixed, past an epoch": (  # of 64 samples: 2 steps
-        4,
-        config_of(2, True, mode="mixed", train={"global_batch": 32, "micro_batch": 16}),
-        3,
-    ),
-    "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16": (
-        4,
-        config_of(2, zero=0, mode="bfloat16", optimizer={"name": "lamb", "weight_decay": 0.01}),
-        2,
-    ),
-    "olmo2, TP 2 × DP 2": (4, config_of(2, zero=3, model=SIZES | FACTS["olmo2"], mode="bfloat16"), 2),
-    "TP 2 × PP 2 in a V, dropout": (
-        4,
-        config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),
-        2,
-    ),
-}  # fmt: skip
-
-
-OFTEN = ("TP 2 + SP × DP 2, mixed, past an epoch", "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16")
-
-
-@pytest.mark.parametrize("case", few(SAME_LAYOUT, *OFTEN))
-def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "before", "keys"), named("same layout", *OFTEN))
+def test_resuming_a_layout_is_exact(size: int, before: int, keys: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
     """Losses and state after a resume equal those of the run that went on, to the bit."""
-    size, config, before = SAME_LAYOUT[case]
+    if "model" in keys:
+        keys = keys | {"model": sizes(131, 32, 64, heads=4) | keys["model"]}
+    config = config_of(**keys)
     whole, *_ = on_ranks(ranks, size, run, config, before, STEPS_AFTER, None, str(tmp_path))
     assert whole.saved[0].problem is None, whole.saved[0].problem
     resumed, *_ = on_ranks(ranks, size, run, config, STEPS_AFTER, 0, step_folder(tmp_path, before), None)
@@ -131,53 +113,16 @@ def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Pat
     assert not differences(resumed.state, whole.at_end), "state at the end"
 
 
-DEEP = sizes(131, 32, 64, layers=4, heads=4)
-OF_BLOCKS: dict[str, dict[str, Any]] = {
-    "gpt": {"model": DEEP | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}},
-    "llama": {"model": DEEP | {"family": "llama", "num_key_value_heads": 2}},
-    "llama tied, mixed": {
-        "model": DEEP | {"family": "llama", "tie_word_embeddings": True},
-        "precision": {"mode": "mixed"},
-    },
-    "bert, LAMB": {
-        "model": DEEP | {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-        "data": {"max_predictions": 3},
-        "optimizer": {"name": "lamb", "weight_decay": 0.01},
-    },
-}
-"""Tied with dropout, untied, tied with masters apart, tied with two losses and another optimizer."""
-# (ranks, pipeline) → (ranks, pipeline): what is in none of them is one process, or plain.
-PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
-    "pp2": (2, {"pipeline": 2, "stages": [3, 1]}),
-    "pp2-dp2-interleaved": (4, {"pipeline": 2, "schedule": "interleaved", "zero": 3}),
-    # With other padding of the vocabulary than all others.
-    "pp2-tp2-zbv": (4, {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True, "vocab_multiple": 16}),
-    "pp2-tp2-dp2": (8, {"pipeline": 2, "tensor": 2, "zero": 3}),
-    "pp2-dualpipev-zero0": (4, {"pipeline": 2, "schedule": "dualpipev", "zero": 0}),
-    "pp4": (4, {"pipeline": 4}),
-    "pp4-dp2": (8, {"pipeline": 4, "schedule": "gpipe"}),
-    "pp4-tp2-zero0": (8, {"pipeline": 4, "tensor": 2, "sequence": True, "zero": 0}),
-    "pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "interleaved_zero_bubble"}),
-}
-
-
 def cut(model: str, layout: str) -> tuple[int, Config]:
     """The number of ranks, and what they train: the same whatever the layout, with masks that no layout changes."""
     size, parallel = PIPELINES[layout]
     replicas = size // parallel.get("tensor", 1) // parallel.get("pipeline", 1)
     sections: dict[str, Any] = {"precision": {"mode": "float32"}, "optimizer": {}, **OF_BLOCKS[model]}
+    sections["model"] = sizes(131, 32, 64, layers=4, heads=4) | sections["model"]
     sections["optimizer"] = sections["optimizer"] | {"zero": parallel.get("zero", 1)}
     sections["parallel"] = {key: value for key, value in parallel.items() if key != "zero"}
     sections["train"] = {"micro_batch": 2 // replicas, "dropout_mode": "invariant"}
     return size, make_config(**sections)
-
-
-PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
-PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
-PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
-RESHARDED = [(model, *pair) for model in OF_BLOCKS for pair in dict.fromkeys(PAIRS)]
 
 
 @pytest.mark.parametrize(("model", "first", "second"), few(RESHARDED, ("gpt", "pp4", "pp2-tp2-zbv")))
@@ -225,7 +170,7 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
 
     GPT stores its weights transposed, so that a rank's part is many short runs of bytes.
     """
-    model = GPT | sizes(1024, 256, 768, heads=4)
+    model = OF_BLOCKS["gpt"]["model"] | sizes(1024, 256, 768, heads=4)
     writing = config_of(2, True, model=model, optimizer={"bucket_mib": 25.0})
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
     state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())

@@ -17,6 +17,7 @@ from tests.dist.dense import check, each, error, mesh, random, run
 
 SIZES = (1, 2, 4)
 DOUBLE = torch.float64
+Dense = Callable[[list[Tensor]], list[Tensor]]
 
 
 def integers(seed: int, *shape: int) -> Tensor:
@@ -145,11 +146,6 @@ def test_at_size_one_every_collective_is_the_identity() -> None:
     assert not alone.meter.bytes, "an identity puts no bytes on the wire"
 
 
-# ---- gradients. What all ranks do together, written down densely: every rank's input → every rank's output.
-
-Dense = Callable[[list[Tensor]], list[Tensor]]
-
-
 def halves(x: Tensor, size: int, dim: int) -> list[Tensor]:
     return list(x.chunk(size, dim))
 
@@ -205,9 +201,6 @@ def test_every_function_with_a_gradient_is_tested() -> None:
     functions = {name for name, value in vars(comm).items() if callable(value) and value.__module__ == comm.__name__}
     differentiable = {n for n in functions if n.endswith(("_group", "_sequence", "_last")) and not n.startswith("_")}
     assert differentiable == set(WHOLE_TO_PARTS)
-
-
-# ---- groups
 
 
 def split_groups() -> dict[str, Any]:

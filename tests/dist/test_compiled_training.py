@@ -1,26 +1,36 @@
 """Compiled training: the losses of eager training, by as many graphs as there are kinds of units and modes."""
 
+import os
+import zipfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from shardwise.config import Config
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config, check_layout, load_config
+from shardwise.distributed.mesh import Group, Mesh
 from shardwise.models.blocks import KeyValueCache
 from shardwise.train.build import build_trainer
+from shardwise.train.compile.compiled_units import BLOCK, HEAD, CapturedGraph
+from shardwise.train.compile.graph_cache import FACTS as NAME_OF_FACTS
+from shardwise.train.compile.graph_cache import GraphCache
+from shardwise.train.compile.run_graphs import RunGraphs
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import FACTS, FAMILIES, MODEL, make_config, make_data
+from tests.dist.training import FAMILIES, MODEL, cases, make_config, make_data
 from tests.sweeps import few
 
 SIZES = {name: value for name, value in MODEL.items() if name not in ("family", "num_key_value_heads")}
 GPT_DROPOUT = {"family": "gpt", **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"), 0.1)}
-BERT_DROPOUT = {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-TENSOR, SEQUENCE, PIPELINE = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}
+SEQUENCE = {"tensor": 2, "sequence": True}
+UNITS = (BLOCK, HEAD)
 
 
 @dataclass(frozen=True)
@@ -53,20 +63,7 @@ class Cell:
 
 
 OFTEN = "gpt, TP 2 + SP, invariant dropout"
-CELLS = {
-    OFTEN: Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant"),
-    "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
-    "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),
-    "llama, TP 2 + SP, fp8": Cell(FAMILIES["llama"], SEQUENCE, matmul="fp8"),
-    "llama, CP 2, fp8": Cell(FAMILIES["llama"], {"context": 2}, matmul="fp8"),
-    "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
-    "llama, TP 2, selective, documents": Cell(FAMILIES["llama"], TENSOR, recompute="selective", documents=True),
-    "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
-    "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),
-    "llama, DP 2, whole optimizer state": Cell(FAMILIES["llama"], {}, zero=0),
-    "gemma3, PP 2": Cell(FACTS["gemma3"], PIPELINE, layers=4, units=3),
-    "gpt_neox, DP 2, documents": Cell(FAMILIES["gpt_neox"], {}, documents=True),
-}
+CELLS = {name: Cell(**keys) for name, keys in cases("compiled").items()}
 
 
 def losses(
@@ -123,7 +120,7 @@ def test_compiled_training_has_the_losses_of_eager_training(name: str, ranks: An
 def generated() -> tuple[float, int]:
     """The relative difference of a step's loss from the eager one, and the graphs that 12 more tokens take."""
     torch._dynamo.reset()
-    cell = Cell(FAMILIES["llama"], TENSOR)
+    cell = Cell(FAMILIES["llama"], {"tensor": 2})
     eager, trainer = (
         build_trainer(cell.config(backend, 4), shared_mesh(2), make_data(length=16)) for backend in (None, "aot_eager")
     )
@@ -161,3 +158,38 @@ def test_compiled_by_inductor(name: str, ranks: Any) -> None:
 def test_mixed_precision(ranks: Any) -> None:
     """The compiler rounds fewer intermediate results to bfloat16 than eager code."""
     check(ranks, Cell(FAMILIES["llama"], SEQUENCE, mode="mixed"), "aot_eager", steps=3, tolerance=1e-3)
+
+
+def keep(cache: Path, required: bool) -> tuple[Path, str]:
+    """Each rank is a machine of its own, and compiles one of the units."""
+    keys = f"compile.cache_dir={cache}", f"compile.require_cached={str(required).lower()}"
+    config = load_config("llama2-tiny", ["parallel.pipeline=2", "compile.enabled=true", *keys])
+    mesh, said = Mesh(pipeline=2), list[str]()
+    compilation: Any = SimpleNamespace(graphs=[])
+    rank, problem = Group.world().rank, ""
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        try:
+            with RunGraphs(config, check_layout(config, 2), mesh, compilation, said.append) as keeper:
+                work = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+                (work / UNITS[rank]).write_text("code")
+                compilation.graphs.append(CapturedGraph(UNITS[rank], training=True, is_hit=False, seconds=1.0))
+                keeper.keep_new()
+        except ConfigError as error:
+            problem = str(error)
+    return work, problem
+
+
+def content(cache: Path) -> dict[str, set[str]]:
+    entries = GraphCache(cache).entries()
+    return {entry.facts["unit"]: set(zipfile.ZipFile(entry.path).namelist()) - {NAME_OF_FACTS} for entry in entries}
+
+
+def test_a_machine_keeps_the_graphs_that_it_compiled_until_their_code_does_not_fit(ranks: Any, tmp_path: Path) -> None:
+    """Pipeline stages on several machines compile different graphs; each stores what its own folder has."""
+    found = ranks(2).run(keep, tmp_path / "cache", False)
+    assert content(tmp_path / "cache") == {BLOCK: {BLOCK}, HEAD: {HEAD}}
+    assert not any(work.exists() or problem for work, problem in found)
+    for work, problem in ranks(2).run(keep, tmp_path / "cache", True):
+        assert "the cached code did not fit and was removed: block (training), loss of the head (training)" in problem
+        assert not work.exists(), "a refusal leaves the compiler's folder"
+    assert content(tmp_path / "cache") == {}

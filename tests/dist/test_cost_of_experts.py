@@ -12,23 +12,11 @@ from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import memory_by_rank
 from shardwise.layers import experts
 from tests.dist.test_memory import ShardedStep, measure_sharded
-from tests.dist.training import make_config, sizes
-
-MIXED = {"mode": "mixed"}
+from tests.dist.training import MODELS, Sections, cases, make_config, sizes
 
 SIZES = sizes(1000, 256, 128, layers=4, heads=4, positions=64)
-HEADS = {"head_dim": 64, "num_key_value_heads": 2}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_moe": HEADS | {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
-        "mlp_only_layers": [1], "intermediate_size": 352,
-    },
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    "glm4_moe": HEADS | {
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 352,
-    },
-}  # fmt: skip
+CASES = cases("cost of experts")
+OBJECTIVES = cases("cost of objectives")
 
 
 def by_turns(routing: Routing, scores: Tensor) -> Tensor:
@@ -57,33 +45,10 @@ def measured(config: Config, is_balanced: bool = True) -> ShardedStep:
         experts.choose = choose
 
 
-CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    (
-        "glm4_moe", {"zero": 1},
-        {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "precision": MIXED, "train": {"global_batch": 4}},
-    ),
-    ("olmoe", {"zero": 0}, {"parallel": {"expert": 4}}),
-    ("qwen3_moe", {"zero": 2}, {"parallel": {"expert": 2}, "precision": MIXED}),
-    ("mixtral", {"zero": 3}, {"parallel": {"expert": 4}, "precision": MIXED}),
-    ("glm4_moe", {"zero": 1}, {"parallel": {"expert": 2, "tensor": 2}, "train": {"recompute": "full"}}),
-    ("qwen3_moe", {"zero": 1}, {"parallel": {"expert": 4, "context": 2}}),
-    ("olmoe", {"zero": 1}, {"parallel": {"expert": 2, "replicate": 2}}),
-    ("mixtral", {"zero": 3}, {"parallel": {"expert": 2, "pipeline": 2}}),
-    ("olmoe", {"zero": 1}, {"parallel": {"expert": 4, "grain": 2}, "train": {"bitwise": True, "data_grain": 4}}),
-    ("glm4_moe", {"zero": 2}, {"parallel": {"expert": 4, "grain": 1}, "train": {"bitwise": True}, "precision": MIXED}),
-]  # fmt: skip
-SEQUENCE = {"router_sequence_loss": 0.1, "router_z_loss": 0.1}
-OBJECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("olmoe", {"zero": 1} | SEQUENCE, {"parallel": {"expert": 2, "context": 2}, "train": {"recompute": "full"}}),
-    ("olmoe", {"zero": 3, "router_batch_loss": 0.1, "router_pooled_loss": 0.1}, {"parallel": {"expert": 2}}),
-    ("qwen3_moe", {"zero": 1, "router_batch_loss": 0.1}, {"parallel": {"expert": 2, "pipeline": 2}}),
-]
-
-
-def configuration(family: str, optimizer: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
+def configuration(family: str, optimizer: dict[str, Any], sections: Sections) -> Config:
     train = {"global_batch": 8, "micro_batch": 1, "sequence_length": 16} | sections.get("train", {})
     others = {name: values for name, values in sections.items() if name != "train"}
-    model = SIZES | {"family": family} | FAMILIES[family]
+    model = SIZES | MODELS["costs"][family]
     return make_config(model=model, optimizer={"bucket_mib": None} | optimizer, train=train, **others)
 
 

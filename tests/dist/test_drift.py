@@ -1,24 +1,42 @@
-"""Copies that drift apart are found, bit by bit, and named with the ranks at fault."""
+"""What stops all ranks: copies that drift apart, other software or keys on a rank, numbers that are not finite."""
 
+import math
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from shardwise.base.errors import RunError
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.config import load_config
+from shardwise.distributed.collectives import raise_on_all_ranks
+from shardwise.distributed.mesh import Group, Mesh
 from shardwise.models.build import build_model
-from shardwise.train import build, trainer
+from shardwise.pipeline.stages import Stages
+from shardwise.train import build, rank_agreement, trainer
+from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.observers import build_observers, run_observers
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
+from tests.sweeps import few
 
 NORM = "norm.weight"
 QKV = "layers.0.self_attn.qkv.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+DEEP = "model.layers.{}.mlp.down_proj.weight"
+"""Of a block of a pipeline's stage."""
+CUT: dict[str, dict[str, Any]] = {
+    "dp2-zero0": {"optimizer": {"zero": 0}},
+    "dp2-accumulation4": {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}},
+}
 
 
 def flip(tensor: torch.Tensor, position: int, bit: int) -> None:
@@ -109,3 +127,144 @@ def test_ranks_that_begin_with_other_weights_take_no_step(step: int, ranks: Any)
     (text,) = set(ranks(4).run(drifted_start, step))
     assert text.startswith(f"step {step}: ")
     assert "on ranks [3] differs from rank 1" in text
+
+
+def compared(overrides: dict[int, list[str]], torches: dict[int, str]) -> list[str]:
+    rank = Group.world().rank
+    config = load_config("llama2-tiny", overrides.get(rank, []))
+    found = {**rank_agreement.package_versions(), **({"torch": torches[rank]} if rank in torches else {})}
+    with mock.patch.object(rank_agreement, "package_versions", return_value=found):
+        try:
+            rank_agreement.require_same_on_ranks(config.model_dump(mode="json"), Mesh())
+        except ConfigError as error:
+            return error.problems
+    return []
+
+
+def test_what_differs_is_told_on_every_rank_with_the_ranks(ranks: Any) -> None:
+    found = ranks(4).run(compared, {3: ["train.seed=7"]}, {2: "9.9", 3: "9.9"})
+    (torch_, seed) = found[0]
+    assert torch_.startswith("torch must be the same on all ranks: 2.")
+    assert torch_.endswith(" on rank 0, and 9.9 on ranks 2 and 3")
+    assert seed == "train.seed must be the same on all ranks: 1234 on rank 0, and 7 on rank 3"
+    assert all(of_rank == found[0] for of_rank in found)
+    assert ranks(2).run(compared, {}, {}) == [[], []]
+
+
+def of_folders(*folders: str | None) -> tuple[list[str], list[str]]:
+    """What a rank says of its run's folder, and of the argument `run_dir`."""
+    given = folders[Group.world().rank]
+    folder = None if given is None else Path(given)
+    settings = load_config("llama2-tiny").model_dump(mode="json")
+    said: list[list[str]] = []
+    for ask in (
+        lambda: rank_agreement.require_same_on_ranks(settings, Mesh(), folder),
+        lambda: rank_agreement.require_same_run_dir(folder, 60.0),
+    ):
+        try:
+            ask()
+        except ConfigError as error:
+            said.append(error.problems)
+        else:
+            said.append([])
+    return said[0], said[1]
+
+
+def test_ranks_share_one_folder(ranks: Any) -> None:
+    """Else the rank that finds a finished run returns, and the others wait for it."""
+    here = [str(Path(name).absolute()) for name in ("runs/a", "runs/b")]
+    ((folder, run_dir), other) = ranks(2).run(of_folders, "runs/a", "runs/b")
+    assert other == (folder, run_dir)
+    assert folder == ["the run's folder must be the same on all ranks: runs/a on rank 0, and runs/b on rank 1"]
+    assert run_dir == [f"run_dir must be the same on all ranks: {here[0]} on rank 0, and {here[1]} on rank 1"]
+    assert ranks(2).run(of_folders, "runs/a", here[0]) == [([], [])] * 2
+    ((_, run_dir), _) = ranks(2).run(of_folders, "runs/a", None)
+    assert run_dir == [f"run_dir must be the same on all ranks: {here[0]} on rank 0, and None on rank 1"]
+
+
+def agreed(problems: dict[int, list[str]]) -> list[str]:
+    world = Mesh().world
+    try:
+        raise_on_all_ranks(problems.get(world.rank, []), world)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any) -> None:
+    assert ranks(2).run(agreed, {1: ["the disk is full"]}) == [["the disk is full"]] * 2
+
+
+def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool]:
+    """A good step, then poison on one rank; what the second step says, and whether it left the weights alone."""
+    config = make_config(**sections)
+    mesh = shared_mesh(config.parallel.tensor)
+    trainer = build_trainer(config, mesh, make_data())
+    trainer.step()
+    if mesh.world.rank == poisoned:
+        layer = trainer.model.layers[1]
+        if where == "weight":
+            with torch.no_grad():
+                layer.mlp.gate_up.weight[3, 3] = math.nan
+        else:  # the loss stays finite: only the gradient that passes here is not
+            layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g * math.inf) and None)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    try:
+        trainer.step()
+    except RunError as error:
+        same = all(
+            torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(trainer.model.parameters(), before, strict=True)
+        )
+        return str(error), same and trainer.progress.step == 1
+    return "no error", False
+
+
+@pytest.mark.parametrize("cut", few(CUT, "dp2-accumulation4", "tp2-sp"))
+@pytest.mark.parametrize("where", ["weight", "gradient"])
+def test_all_ranks_stop_before_the_update(where: str, cut: str, ranks: Any) -> None:
+    outcomes = ranks(2).run(stop, CUT[cut], where, 1)
+    texts = {text for text, _ in outcomes}
+    assert len(texts) == 1, texts
+    text = texts.pop()
+    assert text.startswith("step 2: the loss (")
+    assert "No update was made" in text
+    assert all(unchanged for _, unchanged in outcomes)
+    if where == "weight":
+        assert f"on rank 1, {GATE}" in text
+    else:
+        assert "the loss (nan)" not in text
+        assert "model.layers.1.mlp.down_proj.weight is the first parameter" in text
+        # Under sequence parallelism the gradient is gathered before it meets a weight: both ranks see it at once.
+        assert f"on rank {0 if cut == 'tp2-sp' else 1}, " in text
+
+
+def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
+    """What a step says after these blocks were poisoned, each on the rank that has it."""
+    config = make_config(
+        model={"num_hidden_layers": 8},
+        parallel={"pipeline": 2, "schedule": schedule},
+        train={"micro_batch": 1, "global_batch": 4},
+    )
+    mesh = shared_mesh(1, 2)
+    trainer = build_trainer(config, mesh, make_data())
+    assert isinstance(trainer.model, Stages)
+    for stage, part in trainer.model.pairs():
+        for number, block in zip(stage.layers, part.layers, strict=True):
+            if number in poisoned and where == "weight":
+                block.mlp.down_proj.weight.data[3, 3] = math.nan
+            elif number in poisoned:
+                block.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g * math.inf) and None)
+    try:
+        trainer.step()
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("schedule", few(["zbv", "1f1b", "interleaved"], "zbv"))
+def test_a_pipeline_names_the_first_fault_of_all_stages(schedule: str, ranks: Any) -> None:
+    """A later stage's gradient spoils those of all earlier stages."""
+    for where, poisoned, named in (("weight", (3, 6), 3), ("weight", (5,), 5), ("gradient", (2, 5), 5)):
+        said = ranks(2).run(stop_pipeline, schedule, where, poisoned)
+        assert len(set(said)) == 1, said
+        assert f", {DEEP.format(named)} is the first parameter" in said[0], f"{where} of blocks {poisoned}: {said[0]}"

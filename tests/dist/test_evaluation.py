@@ -19,7 +19,8 @@ from shardwise.pipeline.stages import build_stages
 from shardwise.train.evaluation_losses import EvaluationLosses, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
-from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, cases, make_config, make_data, sizes
+from tests.dist.training import MODELS as TRAINED
 from tests.sweeps import few
 
 LENGTH, VOCABULARY = 16, 131
@@ -29,33 +30,12 @@ SIZES = sizes(VOCABULARY, 32, 48, heads=4, positions=32)
 MODELS: dict[str, dict[str, Any]] = {
     **{name: SIZES | family for name, family in FAMILIES.items()},
     "own": {"family": "tests.dist.own_models:Dropping", "vocab_size": VOCABULARY},
-    # Angles of a whole sequence are not those of a partial one.
-    "dynamic": SIZES
-    | {"family": "llama", "max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
-    "longrope": SIZES
-    | {
-        "family": "gpt_neox",
-        "rotary_pct": 1.0,
-        "rope_scaling": {
-            "rope_type": "longrope",
-            "short_factor": [1.0, 1.5, 2.0, 2.5],
-            "long_factor": [4.0, 5.0, 6.0, 7.0],
-            "original_max_position_embeddings": 12,
-        },
-    },
+    **{name: SIZES | own for name, own in TRAINED["evaluated"].items()},
 }
 DEEP = {"num_hidden_layers": 4}
 """For as many stages."""
-# (ranks, TP, SP, micro-batch)
-LAYOUTS = {
-    "micro-batch": (1, 1, False, 5),
-    "tp2": (2, 2, False, 1),
-    "tp2-sp": (2, 2, True, 3),
-    "dp2": (2, 1, False, 2),
-    "tp4-sp": (4, 4, True, 2),
-    "tp2-dp2": (4, 2, False, 1),
-    "dp4": (4, 1, False, 3),
-}
+LAYOUTS = cases("evaluation")
+PIPELINES = cases("evaluation in stages")
 
 
 def config(
@@ -83,7 +63,6 @@ def evaluated(chosen: Config, tokens: int) -> EvaluationLosses:
     fill(model, scale=0.2)
     prepared = data(chosen, tokens)
     batches = make_evaluation_batches(chosen, prepared, "train" if prepared.pair_tokens else "eval")
-    assert batches is not None
     bytes_V = BYTES if chosen.model.causal else None
     return evaluate(model, batches, ranks, chosen.train.micro_batch, False, chosen.parallel, bytes_V)
 
@@ -132,7 +111,6 @@ class Measured(Dropping):
 def test_a_model_of_ones_own_is_given_the_lengths_that_it_names() -> None:
     chosen = config("own", micro_batch=2)
     batches = make_evaluation_batches(chosen, data(chosen, 43), "eval")
-    assert batches is not None
     evaluate(Measured(VOCABULARY), batches, mesh(1), 2)
     assert Measured.lengths == [None, [10, 0]]
 
@@ -163,15 +141,6 @@ def test_it_is_the_same_at_any_layout(model: str, layout: str, tokens: int, rank
         assert found.accuracies == pytest.approx(wanted.accuracies), where
         for name, loss in wanted.losses.items():
             assert found.losses[name] == pytest.approx(loss, rel=1e-5), where
-
-
-PIPELINES = {
-    "pp2": (2, 1, False, 1, {"pipeline": 2}),
-    "pp2-tp2-sp": (4, 2, True, 2, {"pipeline": 2, "stages": [3, 1]}),
-    "pp4-dp2": (8, 1, False, 1, {"pipeline": 4, "schedule": "gpipe"}),
-    "interleaved": (2, 1, False, 2, {"pipeline": 2, "schedule": "interleaved"}),
-    "zbv-dp2": (4, 1, False, 1, {"pipeline": 2, "schedule": "zbv"}),
-}
 
 
 @functools.cache

@@ -18,45 +18,10 @@ from shardwise.verify import cell_training
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature, trainable_cells
 from shardwise.verify.tolerance import Tolerance
-from tests.dist.test_experts import CASES, SIZES
-from tests.dist.training import make_config
-from tests.sweeps import few
+from tests.dist.test_experts import SIZES
+from tests.dist.training import SPARSE, Sections, make_config, named
 
 STEPS = 4
-SPREAD = {"initializer_range": 0.1}
-"""So that it matters which experts are chosen."""
-DOCUMENTS = tuple(("data", key, True) for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"))
-LAYOUTS: dict[str, tuple[str, Cell, tuple[tuple[str, str, Any], ...]]] = {
-    "EP 2, PP 2, ZeRO-2": ("glm4_moe", Cell("cpu", 4, expert=2, pipeline=2, schedule="zbv", zero=2), ()),
-    "EP 4, ZeRO-3": ("qwen3_moe", Cell("cpu", 4, expert=4, zero=3, recompute="full"), ()),
-    "EP 4, TP 2, ZeRO-2": (
-        "mixtral", Cell("cpu", 8, tensor=2, sequence=True, expert=4, zero=2, recompute="selective"), ()
-    ),
-    "EP 4, TP 2, CP 2": ("olmoe", Cell("cpu", 8, tensor=2, sequence=True, context=2, expert=4, zero=1), ()),
-    "EP 2, PP 2, CP 2": (
-        "olmoe", Cell("cpu", 8, context=2, expert=2, pipeline=2, schedule="dualpipev", zero=3), ()
-    ),
-    "offload": ("glm4_moe", Cell("cpu", 4, expert=2, zero=3), (("optimizer", "offload", True),)),
-    "documents and a window": (
-        "mixtral", Cell("cpu", 4, context=2, expert=2),
-        (*DOCUMENTS, ("data", "eod_token", 3), ("model", "sliding_window", 5)),
-    ),
-    "keys by a ring": (
-        "qwen3_moe", Cell("cpu", 4, context=2, expert=2, pipeline=2, schedule="interleaved_zero_bubble"),
-        (("parallel", "context_keys", "ring"),),
-    ),
-    "dropout": (
-        "qwen3_moe", Cell("cpu", 4, expert=2, pipeline=2, schedule="zbv", recompute="full"),
-        (("model", "attention_dropout", 0.1),),
-    ),
-    "overlap": (
-        "glm4_moe", Cell("cpu", 4, tensor=2, sequence=True, expert=2, zero=1),
-        (("parallel", "tensor_overlap", "pieces"), ("model", "n_shared_experts", 2)),
-    ),
-}  # fmt: skip
-"""The family, the layout, and further keys: section, key and value."""
-
-
 VALUES: Mapping[str, Sequence[Any]] = {
     "tensor": (1, 2, 4),
     "sequence": (False, True),
@@ -91,9 +56,9 @@ def pairwise() -> list[tuple[str, Cell]]:
     """Few families and layouts in which every two choices that can meet do: the best of some drawn ones, repeatedly."""
     generator, found = random.Random(3), list[tuple[str, Cell]]()
     cells = [replace(cell, recompute=recompute) for cell in possible() for recompute in get_args(Recompute)]
-    missing = set[frozenset[tuple[str, Any]]]().union(*(pairs(family, cell) for family in CASES for cell in cells))
+    missing = set[frozenset[tuple[str, Any]]]().union(*(pairs(family, cell) for family in SPARSE for cell in cells))
     while missing:
-        candidates = [(generator.choice([*CASES]), generator.choice(cells)) for _ in range(600)]
+        candidates = [(generator.choice([*SPARSE]), generator.choice(cells)) for _ in range(600)]
         best = max(candidates, key=lambda candidate: len(pairs(*candidate) & missing))
         if new := pairs(*best) & missing:
             found.append(best)
@@ -104,20 +69,19 @@ def pairwise() -> list[tuple[str, Cell]]:
 @pytest.mark.slow
 @pytest.mark.sweep(("family", "cell"), pairwise)
 def test_any_layout_trains_like_one_process(family: str, cell: Cell, ranks: Any, tmp_path: Path) -> None:
-    check(family, cell, (), ranks, tmp_path)
+    check(family, cell, {}, ranks, tmp_path)
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, "EP 2, PP 2, ZeRO-2"))
-def test_a_layout_trains_like_one_process(name: str, ranks: Any, tmp_path: Path) -> None:
-    check(*LAYOUTS[name], ranks, tmp_path)
+@pytest.mark.parametrize(("family", "cell", "sections"), named("layouts of experts", "EP 2, PP 2, ZeRO-2"))
+def test_layouts_train_alike(family: str, cell: dict[str, Any], sections: Sections, ranks: Any, tmp_path: Path) -> None:
+    check(family, Cell("cpu", **cell), sections, ranks, tmp_path)
 
 
-def check(family: str, cell: Cell, changes: Sequence[tuple[str, str, Any]], ranks: Any, tmp_path: Path) -> None:
+def check(family: str, cell: Cell, sections: Sections, ranks: Any, tmp_path: Path) -> None:
     """A layout trains like one process, and one process goes on from its checkpoint."""
-    sections: dict[str, dict[str, Any]] = {"model": {"family": family, **SIZES, **CASES[family], **SPREAD}}
-    for section, key, value in changes:
-        sections.setdefault(section, {})[key] = value
-    config = miniature(make_config(**sections), [cell], STEPS, has_accelerator=False)
+    # Spread so that it matters which experts are chosen.
+    model = {**SIZES, **SPARSE[family], "initializer_range": 0.1, **sections.get("model", {})}
+    config = miniature(make_config(**{**sections, "model": model}), [cell], STEPS, has_accelerator=False)
     assert trainable_cells(config, [cell]) == ([cell], [])
     (one := tmp_path / "one").mkdir()
     source = cell_training.train_reference(config, Cell(), one)

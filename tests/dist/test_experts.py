@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.config import Config
 from shardwise.config.hugging_face import from_hugging_face, to_hugging_face
@@ -26,51 +25,23 @@ from shardwise.layers.experts import Experts, balance_experts, experts_of
 from shardwise.models.llama import Llama
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
+from shardwise.train.step_record import StepDetail
+from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from tests.dist.checkpoints import load, save
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
-from tests.dist.training import make_config, make_data
-from tests.sweeps import few
+from tests.dist.training import SPARSE, Sections, make_config, make_data, named, sizes
 
 S, B, V = 16, 4, 61
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-CASES: dict[str, dict[str, Any]] = {
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "use_qk_norm": True,
-        "attention_bias": True,
-    },
-}
+SIZES = sizes(V, 32, 48, layers=3, heads=4, positions=64)
 SCALE = 5.0  # of the weights, so that routers choose clearly
+LR, DECAY = 1e-2, 0.1
+STEPS = 3
+Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
 def make(family: str) -> Llama:
-    config = FAMILIES[family].model_validate({"family": family, **SIZES, **CASES[family]})
+    config = FAMILIES[family].model_validate(SIZES | SPARSE[family])
     model = Llama(config, Group(), seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -86,7 +57,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids[:-1], ids[1:]
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
@@ -116,7 +87,7 @@ def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
 def biases(expert: int, micro_batches: int, recompute: Any = "none") -> dict[str, Tensor]:
     """The loads of the last of two steps of a batch that ranks and micro-batches divide, and the biases after it."""
     mesh = Mesh(expert=expert, device="cpu")
-    config = FAMILIES["glm4_moe"].model_validate({"family": "glm4_moe", **SIZES, **CASES["glm4_moe"]})
+    config = FAMILIES["glm4_moe"].model_validate(SIZES | SPARSE["glm4_moe"])
     with made_with(Execution(experts=mesh.experts)):
         model = Llama(config, Group(), seed=1, recompute=recompute)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -138,34 +109,18 @@ def biases(expert: int, micro_batches: int, recompute: Any = "none") -> dict[str
 def test_biases_depend_on_the_loads_of_the_whole_batch_alone(ranks: Any) -> None:
     wanted = biases(1, 1)
     assert all(values.unique().numel() > 1 for name, values in wanted.items() if name.endswith("loads"))
-    cases = [biases(1, 4), biases(1, 2, "full"), *run(ranks, 2, biases, 2, 1), *run(ranks, 2, biases, 1, 2)]
-    for found in cases:
+    found_at = [biases(1, 4), biases(1, 2, "full"), *run(ranks, 2, biases, 2, 1), *run(ranks, 2, biases, 1, 2)]
+    for found in found_at:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-# ---- training, and going on at another degree
-
-TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "EP 2 of DP 4, ZeRO-3": (4, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
-    "EP 2 of DP 4, ZeRO-2 with copies": (4, {"parallel": {"expert": 2, "replicate": 2}, "optimizer": {"zero": 2}}),
-    "EP 2, PP 2 zbv, ZeRO-1": (4, {"parallel": {"expert": 2, "pipeline": 2, "schedule": "zbv"}}),
-    "EP 4 of DP 2, CP 2": (4, {"parallel": {"expert": 4, "context": 2}, "optimizer": {"zero": 0}}),
-    "EP 2, TP 2 + SP, full recompute": (
-        4,
-        {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "train": {"recompute": "full"}},
-    ),
-}
-
-
-def configuration(sections: dict[str, dict[str, Any]], family: str = "glm4_moe") -> Config:
+def configuration(sections: Sections, family: str = "glm4_moe") -> Config:
     train = {"micro_batch": 1, "global_batch": 8, "steps": 4, **sections.get("train", {})}
-    model = {"family": family, **SIZES, **CASES[family], "vocab_size": 131, "num_hidden_layers": 4}
+    model = {**SIZES, **SPARSE[family], "vocab_size": 131, "num_hidden_layers": 4}
     return make_config(**{**sections, "train": train, "model": model})
 
 
-def go_on(
-    sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None
-) -> list[tuple[float, StepDetail]]:
+def go_on(sections: Sections, folder: str | None, steps: int, target: str | None) -> list[tuple[float, StepDetail]]:
     """The losses of some steps, from a checkpoint or from the start, and what the experts did."""
     config = configuration(sections)
     parallel = config.parallel
@@ -209,9 +164,8 @@ def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: A
     check(found, curve())
 
 
-@pytest.mark.parametrize("name", few(TRAININGS, *(name for name in TRAININGS if "copies" in name)))
-def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
-    world, sections = TRAININGS[name]
+@pytest.mark.parametrize(("world", "sections"), named("experts", "EP 2 of DP 4, ZeRO-2 with copies"))
+def test_layouts_have_one_curve_and_go_on_alone(world: int, sections: Sections, tmp_path: Path, ranks: Any) -> None:
     halfway = str(tmp_path / "step-00000002")
     for found in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
         check(found, curve()[:2])
@@ -310,3 +264,60 @@ def test_the_record_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detail.numbers["expert_idle"] == 0
     assert detail.numbers["expert_entropy"] == pytest.approx(torch.cat(entropies).mean().item() / math.log(8), rel=1e-6)
     assert detail.facts == {}
+
+
+def idle_configuration(family: str, sections: Sections, length: int, per_token: int) -> Config:
+    train = {"micro_batch": 1, "global_batch": 4, "steps": STEPS, "sequence_length": length}
+    optimizer = {"lr": LR, "min_lr": LR, "warmup_steps": 0, "schedule": "constant", "weight_decay": DECAY}
+    return make_config(
+        model={**SIZES, **SPARSE[family], "num_hidden_layers": 4, "num_experts_per_tok": per_token},
+        **{**sections, "train": train | sections.get("train", {}), "optimizer": optimizer | sections["optimizer"]},
+    )
+
+
+def first(per_token: int, scores: Tensor) -> Tensor:
+    return torch.arange(per_token, device=scores.device).expand(len(scores), per_token)
+
+
+def train(family: str, sections: Sections, length: int, per_token: int) -> Found:
+    """Losses, the first step's gradients, and the weights before and after; all tokens have the first experts."""
+    config = idle_configuration(family, sections, length, per_token)
+    mesh = Mesh(**config.parallel.degrees, device="cpu")
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
+    for layer in trainer.model.modules():
+        if isinstance(layer, Experts):
+            layer.router.choose = functools.partial(first, per_token)
+    before = canonical_weights(trainer.model, mesh.pp, optimizer=trainer.optimizer)
+    record, gradients = step_with_gradients(trainer)
+    losses = [record.loss, *(trainer.step().loss for _ in range(STEPS - 1))]
+    after = canonical_weights(trainer.model, mesh.pp, optimizer=trainer.optimizer)
+    return losses, gradients, before, after
+
+
+@functools.cache
+def alone(family: str, optimizer: str, length: int, per_token: int) -> Found:
+    return train(family, {"optimizer": {"name": optimizer}}, length, per_token)
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer", "length", "per_token", "sections"),
+    named("idle experts", "EP 4, ZeRO-2, all tokens at one expert"),
+)
+def test_experts_without_a_token_decay_as_in_one_process(
+    family: str, optimizer: str, length: int, per_token: int, sections: Sections, ranks: Any
+) -> None:
+    sections = sections | {"optimizer": sections["optimizer"] | {"name": optimizer}}
+    losses, gradients, before, after = alone(family, optimizer, length, per_token)
+    idle = [weight for weight in before if any(f".experts.{number}." in weight for number in (3, 7))]
+    assert idle
+    everyone = run(ranks, 4, train, family, sections, length, per_token)
+    found_gradients = functools.reduce(lambda all_, one: all_ | one[1], everyone, dict[str, Tensor]())
+    for found, _, _, found_after in everyone:
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert max(gradient_errors(found_gradients, gradients).values()) < 1e-5
+        for weight in idle:
+            assert not found_gradients[weight].any()
+            decayed = before[weight] * (1 - LR * DECAY) ** STEPS
+            torch.testing.assert_close(found_after[weight], decayed, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(after[weight], decayed, rtol=1e-5, atol=1e-7)
+        assert all(math.isfinite(float(weight.sum())) for weight in found_after.values())

@@ -1,4 +1,4 @@
-"""Every family at several layouts against transformers' own: logits, losses and the gradient of every tensor."""
+"""Every family at several layouts: logits, losses and gradients of transformers' own; dropout and recompute."""
 
 import copy
 import functools
@@ -16,54 +16,30 @@ from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
+from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import gradient_errors
+from tests.dist.cells import DROPOUT
 from tests.dist.dense import fill, mesh, run
-from tests.dist.training import make_config, sizes
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import FAMILIES, MODELS, make_config, make_data, sizes
+from tests.dist.training import train as train_steps
 from tests.sweeps import few
 
 S, B, P = 16, 3, 4
 V = 61  # odd: the vocabulary is padded at every degree
 SIZES = sizes(V, 32, 48, heads=4, positions=32)
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-"""Fewer key/value heads than four ranks."""
-WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-ONE_KEY = {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
-LLAMAS: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "num_key_value_heads": 8},
-    "llama, one key head, tied, biased": {"family": "llama", **ONE_KEY},
-    "llama3": {"family": "llama", "rope_scaling": LLAMA3, "rope_theta": 5000.0, "num_key_value_heads": 4},
-    "mistral": {"family": "mistral", "sliding_window": 5},
-    "qwen2, tied": {"family": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"family": "qwen3", "head_dim": 6, **WINDOWS},
-    "qwen3, biased": {"family": "qwen3", "head_dim": 4, "attention_bias": True},
-    "olmo2": {"family": "olmo2", "num_hidden_layers": 4},
-    "olmo3": {"family": "olmo3", "num_hidden_layers": 4, "sliding_window": 3, "rope_scaling": YARN},
-    "smollm3": {"family": "smollm3", "no_rope_layers": [1, 0]},
-    "gemma3": {
-        "family": "gemma3", "head_dim": 6, **WINDOWS, "query_pre_attn_scalar": 10, "rope_theta": 5000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_local_base_freq": 100.0,
-    },
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt, tied": {"family": "gpt"},
-    "gpt, untied": {"family": "gpt", "tie_word_embeddings": False},
-    "neox, parallel": {"family": "gpt_neox"},
-    "neox, serial": {"family": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 0.5},
-    "neox, parallel with dropout": {"family": "gpt_neox", "hidden_dropout": 0.1},  # leaves its two layers one by one
-    "neox, tied, no attention bias": {"family": "gpt_neox", "tie_word_embeddings": True, "attention_bias": False},
-    "bert": {"family": "bert"},
-}
+LLAMAS, OTHERS = MODELS["llamas"], MODELS["others"]
 CASES = {name: SIZES | LLAMA | own for name, own in LLAMAS.items()}
+TRAINED_SIZES = sizes(heads=4, spread=0.05)
 CASES |= {name: SIZES | own for name, own in OTHERS.items()}
 CLASSES = {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
 """As transformers spells them, where it is not the family's name with a capital."""
 Result = tuple[list[Tensor], list[float], dict[str, Tensor]]
 """Logits, sums of losses, and gradients of these sums by name."""
+LAYOUTS = {"tp1": (1, False), "tp2": (2, False), "tp2-sp": (2, True), "tp4": (4, False), "tp4-sp": (4, True)}
+CUT_OFTEN = ("llama, one key head, tied, biased", "qwen3", "gemma3", "gpt, tied", "neox, serial", "bert")
+OFTEN = (*((case, "tp1") for case in CASES), *((case, "tp4-sp") for case in CUT_OFTEN))
 
 
 def scale_of(case: str) -> float:
@@ -98,9 +74,6 @@ def batch_of(case: str) -> dict[str, Tensor]:
         "targets_PB": targets,
         "next_sentence_B": torch.tensor([0, 1, -100]),
     }
-
-
-# ---- what transformers computes
 
 
 @functools.cache
@@ -164,9 +137,6 @@ def bert_losses(theirs: Any, batch: dict[str, Tensor]) -> tuple[list[Tensor], li
     return [logits * kept, pairs], [masked, following]
 
 
-# ---- what the ranks compute
-
-
 def train(case: str, tp: int, sequence: bool) -> Result:
     model: Any = build_model(configuration(case), mesh(tp).tp, sequence_parallel=sequence)
     fill(model, scale=scale_of(case))
@@ -189,20 +159,13 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     for _, parameter, record in placements(model):
         for piece in record.pieces:
             if piece.partial:
-                assert parameter.grad is not None
                 here = piece.of(parameter.grad)
                 here.copy_(collectives.all_reduce_(here.clone(), piece.copies))
     return {name: tensor.clone() for name, tensor in canonical_tensors(model, gradient)}
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
     return parameter.grad
-
-
-LAYOUTS = {"tp1": (1, False), "tp2": (2, False), "tp2-sp": (2, True), "tp4": (4, False), "tp4-sp": (4, True)}
-CUT_OFTEN = ("llama, one key head, tied, biased", "qwen3", "gemma3", "gpt, tied", "neox, serial", "bert")
-OFTEN = (*((case, "tp1") for case in CASES), *((case, "tp4-sp") for case in CUT_OFTEN))
 
 
 @pytest.mark.parametrize(("case", "layout"), few(itertools.product(CASES, LAYOUTS), *OFTEN))
@@ -222,3 +185,51 @@ def test_family_is_hugging_faces(case: str, layout: str, ranks: Any) -> None:
         errors = gradient_errors(gradients, wanted)
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] <= 1e-5, f"rank {rank}: gradient of {worst} is off by {errors[worst]:.1e} of its norm"
+
+
+def configuration_of(family: str, dropout: str, sequence: bool = True, **train_steps: Any) -> Config:
+    model = TRAINED_SIZES | FAMILIES[family] | dict.fromkeys(DROPOUT[family], 0.1)
+    parallel = {"tensor": 2, "sequence": sequence}
+    return make_config(model=model, parallel=parallel, train={"micro_batch": 2, "dropout_mode": dropout, **train_steps})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", ["fast", "invariant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recompute_draws_the_same_masks(family: str, dropout: str, ranks: Any) -> None:
+    """To the bit, on TP 2 × DP 2 with sequence parallelism, accumulation and dropout."""
+    wanted, *others = (
+        ranks(4).run(train_steps, configuration_of(family, dropout, recompute=how), 1)[0]
+        for how in ("none", "selective", "full")
+    )
+    for how, found in zip(("selective", "full"), others, strict=True):
+        assert found.losses == wanted.losses, f"{how} recompute changes the losses"
+        for name, gradient in wanted.gradients.items():
+            assert torch.equal(found.gradients[name], gradient), f"{how} recompute changes the gradient of {name}"
+
+
+def losses_and_masks(config: Config) -> tuple[list[float], list[bool]]:
+    """Losses on this rank, and of the first block's output which elements its last dropout removed."""
+    mesh = shared_mesh(config.parallel.tensor)
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
+    removed: list[bool] = []
+    layer = trainer.model.layers[0]  # type: ignore[index, union-attr]
+    layer.mlp_dropout.register_forward_hook(lambda _module, _args, y: removed.extend((y == 0).flatten().tolist()))
+    losses = [trainer.step().loss for _ in range(3)]
+    return losses, removed
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_fast_masks_agree_where_activations_are_copies_and_differ_elsewhere(sequence: bool, ranks: Any) -> None:
+    everyone = ranks(4).run(losses_and_masks, configuration_of("gpt", "fast", sequence))
+    for losses, _ in everyone:
+        assert losses == everyone[0][0], "ranks of one job report different losses"
+    (_, first), (_, neighbour), (_, other_replica), _ = everyone
+    assert len(first) == len(neighbour) > 1000
+    agreeing = sum(a == b for a, b in zip(first, neighbour, strict=True)) / len(first)
+    if sequence:
+        assert abs(agreeing - 0.82) < 0.02, f"masks of other parts of the sequence agree on {agreeing:.0%}, not 82 %"
+    else:
+        assert agreeing == 1.0, "the residual stream is a copy on both ranks, but its masks differ"
+    between = sum(a == b for a, b in zip(first, other_replica, strict=True)) / len(first)
+    assert abs(between - 0.82) < 0.02, f"masks of other samples agree on {between:.0%}, not 82 %"

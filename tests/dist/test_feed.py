@@ -20,6 +20,8 @@ from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data, sizes
 
 STEPS = 3
+Rows = list[dict[str, np.ndarray]]
+"""The inputs of each micro-batch."""
 
 
 @dataclass
@@ -30,10 +32,6 @@ class Read:
     steps: list[list[dict[str, np.ndarray]]]
     evaluation: list[list[dict[str, np.ndarray]]]
     reads: int
-
-
-Rows = list[dict[str, np.ndarray]]
-"""The inputs of each micro-batch."""
 
 
 def on_host(micro_batches: list[MicroBatch]) -> Rows:
@@ -135,7 +133,6 @@ def test_a_position_that_nobody_expected_is_read_anew() -> None:
     """As after batches that are left out."""
     config = make_config(data={"workers": 2})
     batches = make_batches(config, make_data(), "train")
-    assert batches is not None
     ahead, anew = (Feed(config, shared_mesh(1), batches, None) for _ in range(2))
     ahead.at(0, following=3)
     np.testing.assert_equal(on_host(ahead.at(24)), on_host(anew.at(24)))

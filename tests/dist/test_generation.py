@@ -3,6 +3,7 @@
 import functools
 import itertools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import LlamaConfig, check_layout
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.models.blocks import KeyValueCache
 from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
 from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
-from shardwise_use.generation import TokenSampler, generate_tokens, open_token_reader
+from shardwise_use.generation import TokenSampler, _SampleText, draw_sample, generate_tokens, open_token_reader
+from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import fill, mesh, run
-from tests.dist.training import make_config, sizes
+from tests.dist.dense import run as on_ranks
+from tests.dist.training import MODELS, cases, make_config, make_data, sizes
 from tests.hugging_face import VOCABULARY, described, save
 from tests.sweeps import few
 
@@ -26,6 +30,14 @@ CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gemma3", "gpt", "n
 LENGTH = 8
 # How the tokens are cut into passes: all at once, a prompt and single tokens, chunks, one by one.
 CUTS = ((LENGTH,), (5, 1, 1, 1), (3, 2, 3), (1,) * LENGTH)
+# llama and olmo2 have 2 key/value heads: at TP 4 each is held twice.
+CACHED = [*itertools.product(CASES, (1, 2)), ("llama", 4), ("olmo2", 4)]
+OFTEN = ("llama", "gemma3", "gpt")
+WRITTEN = itertools.product((*OFTEN, "olmo2", "smollm3", "neox", "mixtral"), ((1, False), (2, False), (2, True)))
+DEEP = sizes(VOCABULARY, 32, 48, layers=4, heads=4, positions=48, spread=0.3)
+PIPELINES = cases("generation")
+BYTES = 257
+"""A vocabulary of every byte and the end of a document."""
 
 
 @functools.cache
@@ -60,10 +72,6 @@ def cached_error(path: Path, tensor: int) -> tuple[float, int]:
     return worst, cache.bytes
 
 
-# llama and olmo2 have 2 key/value heads: at TP 4 each is held twice.
-CACHED = [*itertools.product(CASES, (1, 2)), ("llama", 4), ("olmo2", 4)]
-
-
 @pytest.mark.parametrize(("case", "tp"), few(CACHED, ("llama-tied", 2), ("gemma3", 2), ("neox", 2), ("llama", 4)))
 def test_the_cache_changes_no_logits(case: str, tp: int, ranks: Any) -> None:
     path, _ = folder(case)
@@ -91,10 +99,6 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
         torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=stop or None, pad_token_id=0
     )
     return [int(token) for token in found[0, len(prompt) :]]
-
-
-OFTEN = ("llama", "gemma3", "gpt")
-WRITTEN = itertools.product((*OFTEN, "olmo2", "smollm3", "neox", "mixtral"), ((1, False), (2, False), (2, True)))
 
 
 @pytest.mark.parametrize(
@@ -127,16 +131,6 @@ def test_a_seed_gives_one_text_at_any_layout(case: str, ranks: Any) -> None:
         assert run(ranks, tp, drawn, path, tp, 7) == [wanted] * tp
 
 
-DEEP = sizes(VOCABULARY, 32, 48, layers=4, heads=4, positions=48, spread=0.3)
-PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
-    "pp2": (2, {"pipeline": 2}),
-    "pp2-tp2-sp": (4, {"pipeline": 2, "tensor": 2, "sequence": True}),
-    "pp4": (4, {"pipeline": 4}),
-    "interleaved": (2, {"pipeline": 2, "schedule": "interleaved"}),
-    "zbv-tp2": (4, {"pipeline": 2, "tensor": 2, "schedule": "zbv"}),
-}
-
-
 def continued(model: dict[str, Any], parallel: dict[str, Any], chunk: int) -> list[list[int]]:
     """After prompts that are shorter and longer than a chunk, and that make several rounds of chunks."""
     config = make_config(model=DEEP | model, parallel=parallel, train={"micro_batch": 1})
@@ -158,7 +152,7 @@ def test_a_pipeline_writes_the_same(case: str, layout: str, ranks: Any) -> None:
         "gpt": {"family": "gpt"},
         "llama": {"family": "llama", "num_key_value_heads": 2},
         "neox": {"family": "gpt_neox", "tie_word_embeddings": True},
-        "dynamic": {"family": "llama", "max_position_embeddings": 20, "rope_scaling": SCALINGS["dynamic"]},
+        "dynamic": {"family": "llama", "max_position_embeddings": 20, "rope_scaling": MODELS["scalings"]["dynamic"]},
     }[case]
     world, parallel = PIPELINES[layout]
     wanted = continued(model, {}, 99)
@@ -167,23 +161,13 @@ def test_a_pipeline_writes_the_same(case: str, layout: str, ranks: Any) -> None:
         assert found == wanted, f"rank {rank} of {layout}"
 
 
-SCALINGS: dict[str, dict[str, Any]] = {
-    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
-    "longrope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0, 1.1],
-        "long_factor": [2.0, 2.7],
-        "original_max_position_embeddings": 10,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0},
-}
-
-
 @pytest.mark.parametrize("chunk", [3, pytest.param(99, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("kind", MODELS["scalings"])
 def test_scaled_positions_go_on_beyond_the_longest(kind: str, chunk: int) -> None:
     """Angles that change with the length change all keys: the tokens are still those that no cache gives."""
-    config = LlamaConfig(family="llama", **sizes(VOCABULARY, 32, 48, positions=12), rope_scaling=SCALINGS[kind])
+    config = LlamaConfig(
+        family="llama", **sizes(VOCABULARY, 32, 48, positions=12), rope_scaling=MODELS["scalings"][kind]
+    )
     model = Llama(config, seed=1).eval()
     fill(model, scale=0.3)
     # Kept over the texts: the last one is the beginning of one whose keys had the angles of a greater length.
@@ -204,3 +188,30 @@ def test_a_text_that_leaves_another_is_read_again_where_the_window_forgot_it() -
     for prompt in ([4, 2, 7, 9, 11, 3], [4, 2, 7], [4, 2, 7, 30, 31, 32, 33, 34]):
         wanted = list(generate_tokens(model, mesh(1), prompt, 6, TokenSampler(0.0)))
         assert list(generate_tokens(model, mesh(1), prompt, 6, TokenSampler(0.0), reader=reader)) == wanted
+
+
+def sample(tokenizer: Path, tensor: int, zero: int, asked: bool) -> _SampleText:
+    """Of an untrained model; `asked`: the last rank alone is asked to stop, once 2 of the 6 tokens are drawn."""
+    config = make_config(
+        model={"vocab_size": BYTES}, parallel={"tensor": tensor}, optimizer={"zero": zero}, log={"sample_tokens": 6}
+    )
+    trainer = make_trainer(config)
+    world = trainer.mesh.world
+    answers = iter([None, None, None, "SIGUSR1"] if asked and world.rank == world.size - 1 else [])
+    data = replace(make_data(), tokenizer_path=tokenizer)
+    optimizer = trainer.optimizer
+    with optimizer.gathered(all_units=False):
+        return draw_sample(
+            config, trainer.model, trainer.mesh, data, lambda: next(answers, None), in_step=optimizer.gathers_in_passes
+        )
+
+
+@pytest.mark.parametrize(("tensor", "zero"), [(1, 1), (2, 1), (1, 3)], ids=["DP 2", "TP 2", "DP 2 with ZeRO-3"])
+def test_a_stop_is_obeyed_while_the_sample_is_drawn(tensor: int, zero: int, ranks: Any, tmp_path: Path) -> None:
+    train_tokenizer(["a b"], BYTES, "bytes").save(tmp_path)
+    stopped = on_ranks(ranks, 2, sample, tmp_path, tensor, zero, True)
+    assert stopped == [_SampleText(None, "SIGUSR1")] * 2
+    drawn = on_ranks(ranks, 2, sample, tmp_path, tensor, zero, False)
+    texts = [each.text is not None for each in drawn]
+    assert texts == [True, tensor == 2], "replica 0 draws"
+    assert [each.stopped_by for each in drawn] == [None, None]

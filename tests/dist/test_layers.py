@@ -27,6 +27,7 @@ DEGREES = (1, 4)
 BOOLS = (False, True)
 Part = Callable[[Tensor], Tensor]
 Dense = Callable[[Tensor, dict[str, Tensor]], dict[str, Tensor]]
+HEAD, Q_HEADS = 4, 8
 
 
 def options(tp: int, sequence: bool) -> dict[str, Any]:
@@ -133,9 +134,6 @@ def test_merged_column_parallel_linear(tp: int, ranks: Any) -> None:
     check(run(ranks, tp, each, merged, list(itertools.product([tp], BOOLS, BOOLS, BOOLS))))
 
 
-HEAD, Q_HEADS = 4, 8
-
-
 def held_heads(tp: int, rank: int, kv_heads: int) -> slice:
     """Features of the K/V heads that serve a rank's query heads, worked out head by head."""
     queries = range(rank * Q_HEADS // tp, (rank + 1) * Q_HEADS // tp)
@@ -224,9 +222,7 @@ def out_of_range(tp: int, wrong: int) -> str:
 
 
 @pytest.mark.parametrize(("tp", "wrong"), [(2, -1), (4, 11)])
-def test_ids_outside_of_the_vocabulary_are_refused_even_where_padding_would_hold_them(
-    tp: int, wrong: int, ranks: Any
-) -> None:
+def test_ids_outside_the_vocabulary_are_refused_where_padding_would_hold_them(tp: int, wrong: int, ranks: Any) -> None:
     assert run(ranks, tp, out_of_range, tp, wrong) == [f"id ({wrong}) must be in [0, 9)"] * tp
 
 
@@ -272,7 +268,6 @@ def padded_head(tp: int, sequence: bool, vocabulary: int, multiple: int) -> dict
     x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
     loss, found = layer.loss(x, targets), layer(x)
     (loss + (found * pull).sum()).backward()
-    assert whole_x.grad is not None
     assert not layer.weight.grad[held:].any()
     assert sum(one.numel for _, _, one in placement.placements(layer)) == held * (INPUTS + 1)
     assert torch.equal(layer.likeliest(whole_x.detach()), logits.argmax(dim=-1))
@@ -307,3 +302,35 @@ def copied_model_keeps_its_records() -> list[bool]:
 def test_a_copied_emptied_or_loaded_model_is_cut_as_its_original(ranks: Any) -> None:
     for rank, facts in enumerate(ranks(2).run(copied_model_keeps_its_records)):
         assert all(facts), f"rank {rank}: records, output or group of the copy differ: {facts}"
+
+
+def penalty(tp: int, sequence: bool) -> dict[str, float]:
+    """The gradient of a gradient penalty, through an MLP whose matmuls are cut: the square of the input's gradient."""
+    options: Any = {"sequence_parallel_enabled": sequence, "seed": 1, "group": mesh(tp).tp}
+    layers = nn.ModuleDict(
+        {
+            "norm": RMSNorm(INPUTS, name="norm", **options),
+            "up": ColumnParallelLinear(INPUTS, OUTPUTS, True, False, name="up", **options),
+            "down": RowParallelLinear(OUTPUTS, INPUTS, False, True, name="down", **options),
+        }
+    )
+    weights = leaves(fill(layers))
+    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, INPUTS)
+    scale = (whole_x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    hidden = F.gelu(linear(whole_x * scale * weights["norm.weight"], weights, "up"))
+    (wanted,) = torch.autograd.grad((linear(hidden, weights, "down") * pull).sum(), whole_x, create_graph=True)
+    wanted.square().sum().backward()
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    y = layers["down"](F.gelu(layers["up"](layers["norm"](x))))
+    (found,) = torch.autograd.grad((y * sequence_part(pull, tp, sequence)).sum(), x, create_graph=True)
+    found.square().sum().backward()
+    return {
+        "gradient of the penalty by the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layers, weights),
+    }
+
+
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_gradients_of_gradients(tp: int, sequence: bool, ranks: Any) -> None:
+    check(run(ranks, tp, penalty, tp, sequence))

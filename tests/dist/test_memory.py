@@ -25,7 +25,7 @@ from tests.block_stacks import block_stack
 from tests.dist import cells
 from tests.dist.cells import sent
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, MODELS, Sections, cases, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
 from tests.sweeps import few
 
@@ -33,19 +33,17 @@ TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")
 # More tokens than features: activations dominate, not the gradients of weights.
 SIZES = sizes(1000, 64, 256, layers=4, heads=4, positions=128)
-FACTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
-    "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
-    "gemma3": {"family": "gemma3", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "layer_types": 2},
-    "smollm3": {"family": "smollm3", "no_rope_layers": [0, 1] * 2},
-    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
-    "glm4_moe": {
-        "family": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "head_dim": 16, "num_key_value_heads": 2,
-    },
-}  # fmt: skip
+FACTS = MODELS["memory"]
 """Families whose blocks hold other things than Llama's."""
 DROPOUT = cells.DROPOUT | dict.fromkeys(FACTS, ("attention_dropout",))
+STACKS = [*itertools.product(FAMILIES, (None, "fast", "invariant"), (1, 2)), *((model, None, 2) for model in FACTS)]
+OFTEN = (("gpt", "fast", 2), ("bert", "fast", 1), ("llama", None, 1))
+PRECISIONS: list[tuple[dict[str, Any], int]] = [
+    ({"mode": "bfloat16"}, 2), ({"mode": "float32"}, 1), ({"mode": "bfloat16", "matmul": "fp8"}, 2)
+]  # fmt: skip
+STATE = sizes(1000, 256, 704, layers=8, heads=4, positions=64)
+"""A model with few tokens, whose state dominates: each block is more than a bucket must have."""
+SHARDED = cases("memory")
 
 
 class _Gradient(torch.autograd.Function):
@@ -110,7 +108,6 @@ def measure(config: Config) -> Held:
     del y
     with live:
         loss.backward()
-    assert x.grad is not None
     return Held(kept, live.peak, output, x.grad)
 
 
@@ -134,10 +131,6 @@ def held_alone(model: str, dropout: str | None, recompute: str) -> Held:
     return measure(configuration(model, dropout, 1, recompute))
 
 
-STACKS = [*itertools.product(FAMILIES, (None, "fast", "invariant"), (1, 2)), *((model, None, 2) for model in FACTS)]
-OFTEN = (("gpt", "fast", 2), ("bert", "fast", 1), ("llama", None, 1))
-
-
 @pytest.mark.parametrize(("model", "dropout", "tensor"), few(STACKS, *OFTEN))
 def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tensor: int, ranks: Any) -> None:
     first = None
@@ -157,11 +150,6 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
                 assert torch.equal(found.gradient, first.gradient), f"{where}: other gradients than without recompute"
 
 
-PRECISIONS: list[tuple[dict[str, Any], int]] = [
-    ({"mode": "bfloat16"}, 2), ({"mode": "float32"}, 1), ({"mode": "bfloat16", "matmul": "fp8"}, 2)
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("model", few((*FAMILIES, *FACTS), "gpt"))
 def test_other_dtypes_and_batches(model: str) -> None:
     """Where attention copies other things, norms and probabilities are in another dtype than x, and inputs in fp8."""
@@ -178,7 +166,8 @@ def test_other_dtypes_and_batches(model: str) -> None:
 def measure_step(config: Config) -> int:
     """Most that this rank holds in an optimizer step but the first, from the model's construction on."""
     torch.set_num_threads(1)
-    mesh = shared_mesh(config.parallel.tensor, 1, tuple(config.grains.items()), context=config.parallel.context)
+    parallel, grains = config.parallel, tuple(config.grains.items())
+    mesh = shared_mesh(parallel.tensor, parallel.pipeline, grains, context=parallel.context)
     data = make_data(
         config.model.vocab_size, length=config.train.sequence_length, pairs="nsp" in config.model.objectives
     )
@@ -193,9 +182,7 @@ def measure_step(config: Config) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(("context", "keys", "grain"), [(4, "gather", None), (4, "ring", None), (2, "gather", 4)])
-def test_ranks_that_share_samples_hold_what_cost_has(
-    recompute: str, context: int, keys: str, grain: int | None, ranks: Any
-) -> None:
+def test_shared_samples_hold_the_cost(recompute: str, context: int, keys: str, grain: int | None, ranks: Any) -> None:
     """Most memory is that of keys and values."""
     bits = {} if grain is None else {"bitwise": True, "data_grain": 1}
     sizes = {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 4, "max_position_embeddings": 512}
@@ -208,10 +195,6 @@ def test_ranks_that_share_samples_hold_what_cost_has(
     for rank, peak in enumerate(ranks(context).run(measure_step, config)):
         off = memory.total / peak - 1
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
-
-
-STATE = sizes(1000, 256, 704, layers=8, heads=4, positions=64)
-"""A model with few tokens, whose state dominates: each block is more than a bucket must have."""
 
 
 @dataclass
@@ -248,30 +231,8 @@ def measure_sharded(config: Config) -> ShardedStep:
     )
 
 
-ONCE = {"reduce": "step", "gather": "step"}
-SHARDED = [
-    ("llama", {"zero": 0}, {}),
-    ("llama", {"zero": 2}, {}),
-    ("llama", {"zero": 2, "reduce": "step"}, {}),
-    ("llama", {"zero": 3, "gather": "step"}, {}),
-    ("llama", {"zero": 3, "prefetch": 3}, {"precision": {"mode": "mixed"}}),
-    ("llama", {"zero": 1}, {"parallel": {"replicate": 2}}),
-    ("gpt", {"zero": 3}, {"parallel": {"replicate": 2}, "precision": {"mode": "mixed"}}),
-    ("bert", {"zero": 3}, {"train": {"recompute": "full"}}),
-    ("llama", {"zero": 2}, {"parallel": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}}),
-    ("llama", {"zero": 3} | ONCE, {"parallel": {"pipeline": 2, "schedule": "zbv"}}),
-    ("gpt", {"zero": 2}, {"parallel": {"context": 4}, "train": {"recompute": "selective"}}),
-    (
-        "llama", {"zero": 1},
-        {"parallel": {"context": 2, "context_grain": 8, "grain": 1}, "train": {"bitwise": True, "data_grain": 2}},
-    ),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("model", "optimizer", "sections"), few(SHARDED, SHARDED[3]))
-def test_a_sharded_step_holds_and_sends_what_cost_has(
-    model: str, optimizer: dict[str, Any], sections: dict[str, dict[str, Any]], ranks: Any
-) -> None:
+def test_a_sharded_step_is_what_cost_has(model: str, optimizer: dict[str, Any], sections: Sections, ranks: Any) -> None:
     train = {"global_batch": 8, "micro_batch": 1, "sequence_length": 16} | sections.get("train", {})
     others = {name: values for name, values in sections.items() if name != "train"}
     config = make_config(
@@ -311,3 +272,35 @@ def test_live_tensors_are_counted_once_and_until_they_are_free() -> None:
     assert live.now == 5000
     del b, c
     assert (live.now, live.peak) == (0, 8004)
+
+
+PIPELINE_TOLERANCE = 0.04
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+CASES = [
+    *(("gpt", "none", 0.0, 2, schedule) for schedule in SCHEDULES),
+    *(("llama", "full", 0.0, 2, schedule) for schedule in SCHEDULES),
+    *(("bert", "selective", 0.1, 4, schedule) for schedule in SCHEDULES),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "dropout", "degree", "schedule"),
+    few(CASES, *(("gpt", "none", 0.0, 2, schedule) for schedule in ("1f1b", "zbv"))),
+)
+def test_a_step_of_a_pipeline_holds_what_cost_has(
+    model: str, recompute: str, dropout: float, degree: int, schedule: str, ranks: Any
+) -> None:
+    sizes = SIZES | FAMILIES[model] | dict.fromkeys(DROPOUT[model], dropout)
+    config = make_config(
+        model=sizes | {"num_hidden_layers": max(2 * degree, SIZES["num_hidden_layers"])},
+        parallel={"pipeline": degree, "schedule": schedule},
+        train={"micro_batch": 2, "global_batch": 8 * degree, "sequence_length": 64, "recompute": recompute},
+    )
+    memory = memory_by_rank(config, check_layout(config, degree))
+    for rank, peak in enumerate(ranks(degree).run(measure_step, config)):
+        off = memory[rank].total / peak - 1
+        assert abs(off) <= PIPELINE_TOLERANCE, (
+            f"rank {rank}: held {peak:,}, cost has {memory[rank].total:,} ({off:+.1%})"
+        )

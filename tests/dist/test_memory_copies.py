@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
-from shardwise.estimates.memory import memory_copies_bytes
+from shardwise.estimates.memory import node_memory_of_copies
 from shardwise.train.memory_copies import MemoryCopies, _CopyFiles, _CopyPart, _is_of_history, _newest_complete_step
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
@@ -86,7 +86,7 @@ def test_the_run_goes_on_from_memory_to_the_bit(layout: str, tmp_path: Path, ran
     everywhere = ranks(4).run(train, config, tmp_path, 3, 2)
     first = everywhere[0]
     assert first.step is None
-    expected = memory_copies_bytes(config, check_layout(config, 4), 2)
+    expected = node_memory_of_copies(config, check_layout(config, 4), 2)
     assert max(one.node_bytes for one in everywhere) == expected, "as `submit` tells it"
     assert len(list(folder(tmp_path, 0).iterdir())) == 8, "two steps of two ranks and of two others"
     again = ranks(4).run(train, config, tmp_path, 0, 2)[0]
@@ -163,14 +163,6 @@ def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: An
     assert left == {"00000001"}, "the first copy after a run went back removes those of undone steps"
 
 
-def test_a_step_is_undone_by_a_later_start_before_it() -> None:
-    assert _is_of_history(35, (), (0,))
-    assert _is_of_history(35, (), (0, 35))
-    assert not _is_of_history(35, (), (0, 10))
-    assert not _is_of_history(35, (), (0, 10, 40))
-    assert _is_of_history(14, (0,), (0, 10, 14))
-
-
 @pytest.mark.slow
 def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
@@ -182,7 +174,12 @@ def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_p
     assert ranks(4).run(train, longer, tmp_path, 0, 0)[0].step == 2, "as from a checkpoint on the disk"
 
 
-def test_the_newest_step_with_all_parts_is_taken() -> None:
+def test_the_newest_step_with_all_parts_that_no_later_start_undid_is_taken() -> None:
+    assert _is_of_history(35, (), (0,))
+    assert _is_of_history(35, (), (0, 35))
+    assert not _is_of_history(35, (), (0, 10))
+    assert not _is_of_history(35, (), (0, 10, 40))
+    assert _is_of_history(14, (0,), (0, 10, 14))
     a = {_CopyPart(0, 4), _CopyPart(1, 4), _CopyPart(0, 5)}
     b = {_CopyPart(2, 4), _CopyPart(3, 4), _CopyPart(2, 5), _CopyPart(3, 5)}
     assert _newest_complete_step({"a": a, "b": b}, 4) == 4

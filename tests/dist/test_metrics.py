@@ -1,7 +1,5 @@
 """What ranks measure of their steps: the parts of a step sum to it, and a slow rank is named."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

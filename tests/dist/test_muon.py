@@ -1,6 +1,8 @@
-"""Muon over real ranks: each matrix is orthogonalized whole and once, however it is cut."""
+"""Muon and stochastic rounding over real ranks: given equal gradients, any layout has the weights of one process."""
 
+import hashlib
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,13 +14,16 @@ from torch import Tensor, nn
 from shardwise.config import Config
 from shardwise.distributed.placement import placements
 from shardwise.optim import muon
+from shardwise.optim.state import state_bytes
+from shardwise.optim.state_hash import StateSums
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import canonical_weights
 from tests.dist import checkpoints
 from tests.dist.cells import DROPOUT
+from tests.dist.checkpoints import canonical_state, load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.dense import random
-from tests.dist.training import FAMILIES, SMALL_MODELS, make_config, make_data, sizes
+from tests.dist.dense import random, run
+from tests.dist.training import FAMILIES, SMALL_MODELS, cases, make_config, make_data, sizes
 from tests.sweeps import few
 
 STEPS = 3
@@ -26,6 +31,8 @@ LR, ADAMW_LR, DECAY = 1e-2, 4e-3, 0.1
 SIZES = sizes(spread=0.05)
 BLOCK_NAMES = ("layers.", ".h.", ".layer.")
 IN_OUT = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+LAYOUTS = cases("muon")
+OFTEN = (("tp4-heads", "llama"), ("tp2-dp2-zero1-sp", "llama tied, biases"))
 
 
 def matrices_of(name: str, tensor: Tensor, head_dim: int, split_heads: bool) -> list[Tensor]:
@@ -98,16 +105,6 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
     return worst
 
 
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any], bool]] = {
-    "tp2-dp2-zero1-sp": (2, 1, {"zero": 1, "bucket_mib": 0.01}, False),
-    "tp2-dp2-zero0-heads": (2, 1, {"zero": 0}, True),
-    "tp4-heads": (4, 1, {}, True),
-    "pp2-dp2-zero1": (1, 2, {"zero": 1, "bucket_mib": 0.002}, False),
-    "tp2-pp2": (2, 2, {}, False),
-}
-OFTEN = (("tp4-heads", "llama"), ("tp2-dp2-zero1-sp", "llama tied, biases"))
-
-
 @pytest.mark.parametrize(("layout", "name"), few(itertools.product(LAYOUTS, SMALL_MODELS), *OFTEN))
 def test_canonical_matrices_move_as_by_torchs_muon(name: str, layout: str, ranks: Any) -> None:
     """Fused, transposed, interleaved, copied and tied tensors; at a bound that rounding in bfloat16 alone would break.
@@ -173,9 +170,6 @@ def test_each_matrix_is_iterated_on_once(family: str, parallel: dict[str, Any], 
     assert max(work) - min(work) <= largest
 
 
-# ---- checkpoints
-
-
 def test_momentum_is_the_same_to_the_bit_at_another_layout(ranks: Any, tmp_path: Path) -> None:
     """Saved by TP 2 × DP 2 under ZeRO-1, of GPT's transposed and merged tensors; read by two other layouts."""
     source = configuration("gpt", {"tensor": 2, "sequence": True}, 1)
@@ -191,3 +185,112 @@ def test_momentum_is_the_same_to_the_bit_at_another_layout(ranks: Any, tmp_path:
         for state, tensors in saved.items():
             for tensor, values in tensors.items():
                 assert torch.equal(found[state][tensor], values), f"{state} of {tensor} at {parallel}"
+
+
+ROUNDED_STEPS = 3
+ROUNDED = cases("rounding")
+ROUNDED_OFTEN = (("dp4-zero3", "adamw"), ("tp2-dp2-sp", "lamb"), ("tp2-pp2", "lamb"))
+CELLS = [
+    pytest.param(layout, model, optimizer, marks=() if (layout, optimizer) in ROUNDED_OFTEN else pytest.mark.slow)
+    for layout in ROUNDED
+    for model, optimizer in (("llama tied, biases", "adamw"), ("gpt", "lamb"), ("gpt", "muon"))
+]
+
+
+def trained(
+    name: str,
+    tensor: int,
+    pipeline: int,
+    keys: dict[str, Any],
+    rounding: str | None = None,
+    seed: int = 7,
+    moments: str | None = None,
+) -> dict[str, str]:
+    """Digests of canonical weights and moments, and the sums of the state's hash, after steps with given gradients."""
+    config = make_config(
+        model=SMALL_MODELS[name],
+        parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
+        optimizer={"lr": 1e-2, "weight_decay": 0.1, **keys},
+        precision={"mode": "mixed" if moments else "bfloat16", "rounding": rounding, "moments": moments},
+        train={"seed": seed},
+    )
+    mesh = shared_mesh(tensor, pipeline)
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size, pairs=name == "bert"))
+    for step in range(ROUNDED_STEPS):
+        for _, p, record in placements(trainer.model):
+            if p.grad is None:  # from stage 2 of ZeRO on
+                p.grad = torch.zeros(p.shape, dtype=p.grad_dtype, device=p.device)
+            for piece in record.pieces:
+                # One rank has all of a sum over several: it is then exact in bfloat16.
+                is_first = mesh.dp.rank == 0 and not (piece.partial and piece.copies.rank)
+                values = random(1000 * step + sum(piece.name.encode()), *piece.shape)[piece.box.slices]
+                piece.of(p.grad).copy_(values if is_first else torch.zeros(()))
+        trainer.optimizer.step()
+    state = canonical_state(trainer)
+    found = {f"{kind} of {name}": digest(value) for kind, of_kind in state.items() for name, value in of_kind.items()}
+    return found | {"sums": json.dumps(StateSums(trainer.model, trainer.optimizer, mesh).measure(), sort_keys=True)}
+
+
+def digest(value: Tensor) -> str:
+    """Short enough to be sent to the test's own process."""
+    return hashlib.blake2b(value.float().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], dict[str, str]]:
+    return {}
+
+
+@pytest.mark.parametrize(("layout", "model", "optimizer"), CELLS)
+def test_weights_and_moments_are_equal_to_the_bit(
+    layout: str, model: str, optimizer: str, alone: dict[tuple[str, str], dict[str, str]], ranks: Any
+) -> None:
+    """Fused, transposed, copied, padded, tied and replicated tensors; clipping, LAMB's ratios, Muon's matrices."""
+    if (model, optimizer) not in alone:
+        alone[model, optimizer] = trained(model, 1, 1, {"name": optimizer})
+    tensor, pipeline, keys = ROUNDED[layout]
+    for found in run(ranks, 4, trained, model, tensor, pipeline, {"name": optimizer, **keys}):
+        differ = [name for name, wanted in alone[model, optimizer].items() if found.get(name) != wanted]
+        assert not differ, f"{len(differ)} tensors differ from those of one process: {differ[:5]}"
+
+
+def test_bfloat16_moments_of_float32_masters_are_equal_to_the_bit(ranks: Any) -> None:
+    case: tuple[str, int, int, dict[str, Any]] = ("llama tied, biases", 1, 1, {"max_norm": None})
+    alone = trained(*case, moments="bfloat16")
+    name, *_, keys = case
+    for tensor, pipeline, cut in ((1, 1, {"zero": 3}), (2, 2, {"bucket_mib": 0.002})):
+        for found in run(ranks, 4, trained, name, tensor, pipeline, keys | cut, None, 7, "bfloat16"):
+            assert found == {tensor_name: alone[tensor_name] for tensor_name in found}
+            assert {tensor_name.partition(" ")[0] for tensor_name in found} == {
+                "model", "master", "exp_avg", "exp_avg_sq", "sums",
+            }  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "read"), [(16, 16), (16, 32), (32, 16)])
+def test_checkpoints_are_read_with_moments_of_either_dtype(saved: int, read: int, tmp_path: Path) -> None:
+    """A resume with the same dtype goes on to the bit."""
+    names = {16: "bfloat16", 32: "float32"}
+    config, other = (make_config(precision={"mode": "mixed", "moments": names[bits]}) for bits in (saved, read))
+    before, resumed = make_trainer(config), make_trainer(other)
+    before.step()
+    assert save(before, str(tmp_path))[0].problem is None
+    kept = before.optimizer.state_bytes()
+    size = state_bytes(before.optimizer, config.optimizer.spec, all_masters=False)
+    assert size == kept["state"] + kept["masters"]
+    load(resumed, step_folder(tmp_path, 1))
+    state = canonical_state(resumed)
+    for kind, values in canonical_state(before).items():
+        for name, value in values.items():
+            expected = value.to(getattr(torch, names[read])) if kind.startswith("exp_avg") else value
+            assert torch.equal(state[kind][name].float(), expected.float()), f"{kind} of {name}"
+    losses, again = ([trainer.step().loss for _ in range(2)] for trainer in (before, resumed))
+    assert again == losses if read == saved else again == pytest.approx(losses, rel=1e-2)
+
+
+def test_the_configuration_chooses_rounding_and_its_seed() -> None:
+    case = ("gpt", 1, 1, {"name": "adamw", "max_norm": None})
+    found = [trained(*case, **keys) for keys in ({}, {"rounding": "stochastic"}, {"seed": 8}, {"rounding": "nearest"})]
+    assert found[0] == found[1], "stochastic is the default"
+    for other, what in ((found[2], "another train.seed"), (found[3], "rounding to nearest")):
+        moments = [name for name in other if name.startswith("exp_avg ")]
+        assert all(other[name] != found[0][name] for name in moments), f"{what} gives the same moments"

@@ -23,9 +23,6 @@ def parts() -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
     return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
 
 
-# ---- what calls leave behind
-
-
 def groups_after_saves(folder: str, gives_mesh: bool) -> list[int]:
     """The number of process groups after saves 2 and 5, each followed by a load."""
     model, optimizer = parts()
@@ -42,9 +39,6 @@ def test_saves_make_no_further_process_groups(gives_mesh: bool, ranks: Any, tmp_
     """A group stays, with its sockets, until the process ends: a long loop would run out of file descriptors."""
     for after_2, after_5 in ranks(2).run(groups_after_saves, str(tmp_path), gives_mesh):
         assert after_2 == after_5
-
-
-# ---- problems of one rank
 
 
 def refused(folder: str, taken: str) -> list[str]:
@@ -79,9 +73,6 @@ def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> N
     assert not (tmp_path / "saved").exists()
 
 
-# ---- torch's own modules beside sharded layers
-
-
 def mixed(tensor: int, options: dict[str, Any]) -> tuple[Mixed, shardwise.ZeroRedundancyOptimizer]:
     mesh = shared_mesh(tensor)
     model = Mixed(group=mesh.tp)
@@ -110,9 +101,7 @@ def trained(tensor: int, load: str | None, save: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {"stage": 0})])
-def test_a_model_with_torchs_own_modules_resumes_at_any_layout(
-    world: int, options: dict[str, Any], ranks: Any, tmp_path: Path
-) -> None:
+def test_a_model_of_torch_resumes_anywhere(world: int, options: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
     """They are whole on every tensor-parallel rank: saved and counted once, begun with the first rank's values."""
     one, cut, last = (str(tmp_path / name) for name in ("one", "cut", "last"))
     first, said = trained(1, None, one, {})

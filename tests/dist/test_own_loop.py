@@ -14,8 +14,6 @@ from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Sharded
 from tests.dist.test_zero import difference, loss_of, make_model
 
-# ---- parameters
-
 
 def frozen_parameters() -> list[float]:
     """Frozen ones that differ between ranks: of several dtypes, without elements, and not contiguous."""
@@ -127,9 +125,6 @@ def test_layers_without_a_seed_agree_on_the_first_ranks(ranks: Any) -> None:
             assert torch.equal(found[name], weight), f"{name} is not what one process draws"
 
 
-# ---- clipping by hand
-
-
 def clipped(stage: int) -> list[Any]:
     """Gradient norms and the weights after 5 steps; with overlap and without, state cut or whole."""
     rank, found = dist.get_rank(), []
@@ -162,8 +157,6 @@ def test_clips_the_whole_models_gradient_by_hand_with_and_without_overlap(ranks:
                 assert difference([found], [torch.stack(norms)]) <= 1e-6
                 assert difference(weights, [p.detach() for p in model.parameters()]) <= 1e-6
 
-
-# ---- a scaled loss
 
 FLAWED = {1: 1, 4: 0}
 """The steps whose gradient is not finite, each on one rank only."""
@@ -199,9 +192,7 @@ def scaled(overlap: bool, options: dict[str, Any]) -> list[Any]:
     ids=["sharded", "whole", "lamb", "half gradients"],
 )
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one(
-    overlap: bool, options: dict[str, Any], ranks: Any
-) -> None:
+def test_all_ranks_skip_a_scaled_step_not_finite_on_one(overlap: bool, options: dict[str, Any], ranks: Any) -> None:
     """And halve their scales together; the other steps are those of one process without a scaler."""
     (scales, weights), (other_scales, other_weights) = ranks(2).run(scaled, overlap, options)
     assert scales == other_scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0]

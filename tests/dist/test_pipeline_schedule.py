@@ -1,7 +1,8 @@
-"""What a pipeline measures of itself: the bubble on a virtual clock, what it holds, that nothing runs twice."""
+"""What a pipeline holds, computes once, reduces and measures of itself; a weight that both of its ends have."""
 
 import json
 import re
+import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -13,18 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
-from shardwise.config import ParallelConfig, Schedule
+from shardwise.config import Config, ParallelConfig, Schedule, check_layout, load_config
 from shardwise.config.layout import Stage
 from shardwise.distributed import devices
+from shardwise.distributed.placement import placements
 from shardwise.estimates.step_peak import PassBytes, step_peak
+from shardwise.optim.buckets import Bucket
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.partition import pipeline_rank_of
 from shardwise.pipeline.stages import Stages
 from shardwise.runs.folder import RunDirectory
+from shardwise.train.build import build_trainer
 from shardwise.train.profiler_trace import Trace
+from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import make_config
+from tests.dist.training import make_config, make_data
 from tests.sweeps import few
 
 
@@ -197,3 +202,89 @@ def test_a_trace_names_the_work_and_the_messages(ranks: Any, tmp_path: Path) -> 
                     assert names[f"{kind}, stage {stage}, micro-batch {number}"] == 2, kind
         messages = {re.sub(r", stage.*", "", name) for name in names if re.match(r"(send|receive)\b.*, stage", name)}
         assert messages == {"send", "receive", "send of the gradient", "receive of the gradient"}
+
+
+PATIENCE = 30.0
+"""Seconds that the first stage's last backward pass waits for the last stage's reductions."""
+
+
+def step(config: Config, folder: Path) -> tuple[int, int, bool]:
+    """The buckets of a rank and their reductions in a step.
+
+    And if all of the last stage's began before the first stage's last backward pass ended, on the first stage.
+    """
+    mesh = shared_mesh(1, 2)
+    trainer = build_trainer(config, mesh, make_data())
+    buckets, reductions, overlapped = len(trainer.optimizer.buckets), 0, mesh.pp.rank == 1
+    left = check_layout(config, mesh.world.size).accumulation(config.train)
+
+    def hold_last(_gradient: Tensor) -> None:
+        nonlocal left, overlapped
+        left -= 1
+        deadline = time.monotonic() + PATIENCE
+        while left == 0 and not overlapped and time.monotonic() < deadline:
+            overlapped = len(list(folder.iterdir())) == 2
+            time.sleep(0.005)
+
+    def hook(_module: nn.Module, _arguments: tuple[Any, ...], out: Tensor) -> None:
+        if torch.is_grad_enabled():
+            out.register_hook(hold_last)
+
+    if mesh.pp.rank == 0:
+        next(iter(trainer.model.children())).register_forward_hook(hook)
+    start_reduction = Bucket.start_reduction
+
+    def start(bucket: Bucket) -> None:
+        nonlocal reductions
+        start_reduction(bucket)
+        reductions += 1
+        if mesh.pp.rank == 1 and reductions == buckets:
+            (folder / str(mesh.world.rank)).touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "start_reduction", start)
+        trainer.step()
+    return buckets, reductions, overlapped
+
+
+def test_the_last_stage_reduces_while_the_first_still_works(ranks: Any, tmp_path: Path) -> None:
+    parallel = {"pipeline": 2, "schedule": "1f1b"}
+    model, train, optimizer = {"num_hidden_layers": 4}, {"micro_batch": 1}, {"bucket_mib": 0.02}
+    config = make_config(model=model, parallel=parallel, train=train, optimizer=optimizer)
+    for buckets, reductions, overlapped in ranks(4).run(step, config, tmp_path):
+        assert buckets >= 3
+        assert reductions == buckets, "each bucket is reduced once a step"
+        assert overlapped, "the last stage waits with its reductions until the first stage is done"
+
+
+STEPS = 3
+EMBEDDING = "transformer.wte.weight"
+MODEL = load_config("gpt-tiny").model.model_dump(mode="json") | {"num_hidden_layers": 8, "tie_word_embeddings": True}
+
+
+def trained_embedding(config: Config, steps: int) -> dict[str, Any]:
+    """What this rank's stages hold of the tied embedding after some steps, and how many parameters that is."""
+    trainer = build_trainer(config, shared_mesh(1, config.parallel.pipeline), make_data(config.model.vocab_size))
+    for _ in range(steps):
+        trainer.step()
+    held = [p for _, p, record in placements(trainer.model) if record.pieces[0].name == EMBEDDING]
+    return {"parameters": len(held), "weight": canonical_weights(trainer.model).get(EMBEDDING)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ends"), [("1f1b", [7, 1], {0: 1, 1: 1}), ("zbv", [2, 2, 2, 2], {0: 1, 1: 0})]
+)
+def test_a_tied_weight_at_both_ends_is_one(schedule: str, stages: list[int], ends: dict[int, int], ranks: Any) -> None:
+    """Fault 13 of the reference, which cannot tie weights under a pipeline.
+
+    In unequal stages with large buckets and many rows, its owners would be others where it shared a bucket.
+    """
+    parallel = {"pipeline": 2, "schedule": schedule, "stages": stages, "vocab_multiple": 1024}
+    cut = make_config(model=MODEL, parallel=parallel, train={"micro_batch": 1}, optimizer={"bucket_mib": None})
+    found = ranks(4).run(trained_embedding, cut, STEPS)  # pipeline rank 0 is ranks 0 and 1
+    assert {rank // 2: each["parameters"] for rank, each in enumerate(found)} == ends
+    alone = trained_embedding(make_config(model=MODEL, train={"micro_batch": 8}), STEPS)["weight"]
+    for rank, each in enumerate(found):
+        if ends[rank // 2]:
+            assert torch.equal(each["weight"], found[0]["weight"]), f"rank {rank} has another embedding than rank 0"
+            torch.testing.assert_close(each["weight"], alone, rtol=0, atol=1e-5 * float(alone.abs().max()))

@@ -22,7 +22,7 @@ from shardwise.train.build import build_optimizer
 from shardwise_use.task_requests import ScoreRequest, TaskModel
 from tests.dist.dense import mesh, run
 from tests.dist.own_models import Dropping
-from tests.dist.training import build_trainer, make_config, make_data
+from tests.dist.training import Sections, build_trainer, cases, make_config, make_data
 from tests.hugging_face import described
 from tests.sweeps import few
 from tests.task_files import TASKS, VOCABULARY, write_model, write_tasks
@@ -44,7 +44,7 @@ class Scored:
     """What a model answered to each kind of request, in their order, and the metrics of each task."""
 
     answers: dict[str, list[Any]]
-    metrics: dict[str, dict[str, Any]]
+    metrics: Sections
 
 
 @functools.cache
@@ -109,14 +109,7 @@ def ours(model: Path, tasks: Path, parallel: dict[str, Any], batch: int, limit: 
     return None if results is None else Scored(answers, results["results"])
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
-    "whole": (1, {}, 1),
-    "whole in batches": (1, {}, 7),
-    "TP 2 with SP": (2, {"tensor": 2, "sequence": True}, 3),
-    "PP 2": (2, {"pipeline": 2}, 3),
-    "DP 2": (2, {}, 1),
-    "ZeRO-3": (2, {"zero": 3}, 2),
-}
+LAYOUTS = cases("tasks")
 
 
 CASES = [
@@ -170,9 +163,7 @@ def draws(count: int, lm: Any, **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(2, {}), (2, {"tensor": 2})])
-def test_each_repeat_of_a_request_has_draws_of_its_own_at_any_layout(
-    world: int, parallel: dict[str, Any], ranks: Any
-) -> None:
+def test_each_repeat_of_a_request_has_own_draws_everywhere(world: int, parallel: dict[str, Any], ranks: Any) -> None:
     model, _ = folders("llama")
     ask = functools.partial(draws, 6, temperature=0.7, max_gen_toks=8)
     found = run(ranks, world, answers, model, parallel, ask)[0]

@@ -1,5 +1,6 @@
-"""Folders of torch.distributed.checkpoint written by torch on two ranks: boxes are read, no code runs."""
+"""Folders of torch.distributed.checkpoint from two ranks, also as Hugging Face files: boxes are read, no code runs."""
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -8,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.manifest import MODEL
+from shardwise.checkpoint.format.stored_tensors import StoredTensors
+from shardwise.checkpoint.format.weight_files import check_weights
+from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise_use.importing.hugging_face import open_hugging_face
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
+from tests.hugging_face import open_folder
 from tests.rank_pool import RankPool
+from tests.unit.use.importing.checks import assert_same_model
 
 NAMES = ("rows", "columns", "grid", "whole", "half", "count", "empty")
 
@@ -56,7 +65,7 @@ def folder(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFa
     return path
 
 
-def test_boxes_of_every_tensor(folder: Path) -> None:
+def test_boxes_and_views_of_every_tensor_and_objects(folder: Path) -> None:
     opened = DcpFolder.open(folder)
     assert {name.removeprefix("model.") for name in opened.tensors} == set(NAMES)
     for name, wanted in tensors().items():
@@ -70,9 +79,6 @@ def test_boxes_of_every_tensor(folder: Path) -> None:
             for high in range(low + 1, len(wanted) + 1):
                 box = Box((low, 1), (high - low, 2))
                 assert torch.equal(tensor.read(box), wanted[low:high, 1:3])
-
-
-def test_views(folder: Path) -> None:
     opened, wanted = DcpFolder.open(folder), tensors()
     rows, grid = opened.tensors["model.rows"], opened.tensors["model.grid"]
     assert torch.equal(grid[2].rows(1, 4).t.read(), wanted["grid"][2, 1:4].t())
@@ -84,9 +90,6 @@ def test_views(folder: Path) -> None:
         assert torch.equal(both.rows(low, min(low + 5, len(whole))).read(), whole[low : low + 5])
     flipped = rows.rows(0, 6).by_rows(2, lambda block: block.flip(0))
     assert torch.equal(flipped.rows(1, 4).read(), wanted["rows"][[0, 3, 2]])
-
-
-def test_objects(folder: Path) -> None:
     opened = DcpFolder.open(folder)
     found = {name: opened.object(name) for name in opened.objects}
     assert found == {
@@ -191,3 +194,100 @@ def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "__1_0.distcp", copy)
     shutil.copy(folder / ".metadata", copy)
     assert "is damaged" in refusal(copy)
+
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+PARTS = {
+    "llama": {"intermediate_size": 44, "num_key_value_heads": 1},
+    "qwen3_moe": {"moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 1},
+}
+
+
+def make(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **PARTS[kind]), dtype=torch.float32)
+    return model.eval()
+
+
+def save_shards(folder: str, kind: str, dim: int) -> None:
+    """Save the weights as transformers does: on two ranks, cut along `dim` where a tensor has it."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        name: distribute_tensor(tensor, mesh, [Shard(min(dim, tensor.dim() - 1))])
+        for name, tensor in make(kind).state_dict().items()
+    }
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
+
+
+@pytest.fixture(scope="module")
+def folders(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    found: dict[tuple[str, int], Path] = {}
+    for kind, dim in (("llama", 0), ("llama", 1), ("qwen3_moe", 2)):
+        path = tmp_path_factory.mktemp("shards") / kind
+        ranks(2).run(save_shards, str(path), kind, dim)
+        make(kind).config.save_pretrained(path)
+        found[kind, dim] = path
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_model_is_the_same_as_from_whole_tensors(folders: dict[tuple[str, int], Path], tmp_path: Path) -> None:
+    for (kind, dim), folder in folders.items():
+        assert [file.name for file in sorted(folder.glob("*.safetensors"))] == [
+            f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)
+        ]
+        check_weights(folder)
+        model = make(kind)
+        # transformers opens the files too, and finds the same weights.
+        for name, weight in open_folder(folder).state_dict().items():
+            assert torch.equal(weight, model.state_dict()[name]), name
+        at = tmp_path / f"{kind}-{dim}"
+        model.save_pretrained(at / "saved")
+        assert_same_model(open_hugging_face(Root.of(folder)), model, at)
+    weights = make("llama").state_dict()
+    for dim in (0, 1):
+        tensors = StoredTensors.of(Root.of(folders["llama", dim]))
+        for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+            wanted = weights[name].numpy()
+            for low in range(0, len(wanted), 5):
+                size = (min(9, len(wanted) - low), *(3 for _ in wanted.shape[1:]))
+                box = Box((low, *(10 for _ in wanted.shape[1:])), size)
+                assert (tensors.read(MODEL, name, box) == wanted[box.slices]).all()
+
+
+def test_missing_and_contradicting_files_are_named(folders: dict[tuple[str, int], Path], tmp_path: Path) -> None:
+    first, second = (f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2))
+    half = tmp_path / "half"
+    shutil.copytree(folders["llama", 0], half)
+    (half / first).unlink()
+    wanted = r"must have the files shard-\*-model-\*\.safetensors of all ranks of one save, and lacks {}: fetch or copy"
+    with pytest.raises(ConfigError, match=wanted.format(first)):
+        StoredTensors.of(Root.of(half))
+    shutil.copy(folders["llama", 0] / first, half)
+    (half / second).unlink()
+    with pytest.raises(ConfigError, match=wanted.format(second)):  # the model's shapes say how many ranks there were
+        open_hugging_face(Root.of(half))
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    shutil.copy(folders["llama", 0] / second, half)
+    with pytest.raises(ConfigError, match=r"shape of lm_head\.weight \[67, 24\] must be \[100, 24\]"):
+        open_hugging_face(Root.of(half))
+    shutil.copy(half / first, half / second)
+    with pytest.raises(ConfigError, match="are missing, or there twice"):
+        StoredTensors.of(Root.of(half))
+    tensors = load_file(folders["llama", 0] / second)
+    for text in ('{"lm_head.weight": {}}', '{"other": {"saved_offsets": [0, 0]}}', "[", '{"lm_head.weight": 3}', "[]"):
+        save_file(tensors, half / second, {"format": "pt", "DCP_SHARDING_INFO": text})
+        with pytest.raises(DamageError, match="its header cannot be used"):
+            StoredTensors.of(Root.of(half))

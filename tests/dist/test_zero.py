@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import ColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
+from tests.dist.training import cases
 
 STEPS, BATCH, MICRO = 3, 16, 2
 
@@ -39,7 +40,7 @@ def train(
     *,
     overlap: bool = False,
     steps: int = STEPS,
-    clear: Callable[[nn.Module], None] | None = None,
+    clear: str | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[list[Tensor], nn.Module, ZeroRedundancyOptimizer]:
@@ -51,7 +52,7 @@ def train(
     losses = []
     for step in range(steps):
         if clear is not None:
-            clear(model)
+            model.zero_grad(set_to_none=clear == "none")
         total = torch.zeros(())
         for micro in range(MICRO):
             part = loss_of(model, step, group.rank, group.size, micro, MICRO) / MICRO
@@ -89,36 +90,7 @@ def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
         return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(found, wanted, strict=True))
 
 
-# ---- the same training
-
-
-def to_none(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=True)
-
-
-def to_zero(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "all-reduce": {"stage": 0},
-    "overlap": {"overlap": True},
-    "overlap, set to none": {"overlap": True, "clear": to_none},
-    "set to none": {"clear": to_none},
-    "set to zero": {"clear": to_zero},
-    "tiny buckets": {"bucket_mib": 1e-5},
-    "small buckets": {"bucket_mib": 2e-3, "overlap": True, "clear": to_none},
-    "huge bucket": {"bucket_mib": 1000.0},
-    "all-reduce, small buckets": {"stage": 0, "overlap": True, "bucket_mib": 2e-3},
-    "gradients cut": {"stage": 2},
-    "gradients cut, small buckets": {"stage": 2, "bucket_mib": 2e-3, "overlap": True},
-    "gradients cut once a step": {"stage": 2, "reduce": "step", "overlap": True},
-    "weights cut": {"stage": 3},
-    "weights cut, small buckets": {"stage": 3, "bucket_mib": 2e-3, "overlap": True, "clear": to_none},
-    "weights cut, gradients once a step": {"stage": 3, "reduce": "step"},
-    "weights cut once a step": {"stage": 3, "reduce": "step", "gather": "step", "clear": to_zero},
-}
+VARIANTS = cases("zero")
 SAME_SUMS = [
     name
     for name, options in VARIANTS.items()
@@ -295,9 +267,6 @@ def test_ranks_need_not_agree(ranks: Any) -> None:
     assert outcomes[1][4:] == [0, 0, everything], "in the opposite order all wait for the first bucket"
 
 
-# ---- misuse
-
-
 def misuse() -> list[str]:
     rank, said = dist.get_rank(), []
 
@@ -349,9 +318,6 @@ def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
         for text in said[2:5]:
             assert text.startswith("the model is wrapped in DistributedDataParallel, which reduces every gradient")
         assert said[5].startswith("a parameter is cut over 2 tensor-parallel ranks: give mesh=")
-
-
-# ---- state
 
 
 def roundtrip(dtype: torch.dtype) -> list[Any]:
@@ -431,9 +397,7 @@ def plain_step(average: bool, max_norm: float | None) -> tuple[list[float], floa
 
 @pytest.mark.parametrize(("average", "gradient"), [(True, 1.5), (False, 3.0)])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_gradients_of_the_replicas_are_averaged_or_summed(
-    average: bool, gradient: float, max_norm: float | None, ranks: Any
-) -> None:
+def test_gradients_are_averaged_or_summed(average: bool, gradient: float, max_norm: float | None, ranks: Any) -> None:
     """AdamW would not tell, nor would clipping: both make the same of a gradient that is twice as long."""
     step = min(2 * gradient, max_norm or 100.0) / 2
     for weight, norm in ranks(2).run(plain_step, average, max_norm):

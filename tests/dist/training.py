@@ -1,10 +1,13 @@
 """What the parity tests run on every rank: a few optimizer steps of a tiny model, by the trainer itself."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import yaml
 
 from shardwise.config import Config, config_from_sections
 from shardwise.data.formats.prepared_data import random_tokens as make_data
@@ -23,23 +26,23 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2,  # fewer than 4 ranks: copied K/V heads
     "initializer_range": 0.05,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "num_key_value_heads": 2},
-    "gpt": {"family": "gpt"},
-    "gpt_neox": {"family": "gpt_neox"},
-    "bert": {"family": "bert"},
-}
-"""What the `model` section of each family has beside the sizes."""
-FACTS: dict[str, dict[str, Any]] = {
-    "mistral": {"family": "mistral", "num_key_value_heads": 2, "sliding_window": 5},
-    "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
-    "qwen3": {"family": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": 2},
-    "olmo2": {"family": "olmo2", "num_key_value_heads": 1},
-    "olmo3": {"family": "olmo3", "num_key_value_heads": 2, "sliding_window": 3, "layer_types": 2},
-    "gemma3": {"family": "gemma3", "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": 2},
-    "smollm3": {"family": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0]},
-}
-"""Likewise of those that differ from Llama by facts of their configurations alone; these have two blocks."""
+Sections = dict[str, dict[str, Any]]
+"""Of a configuration, by name."""
+MODELS: dict[str, Sections] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
+FAMILIES, FACTS, SPARSE = MODELS["families"], MODELS["facts"], MODELS["sparse"]
+_CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+
+
+def cases(test: str) -> Any:
+    """The cases of a test: values by name, or tuples of values."""
+    found = _CASES[test]
+    return [tuple(case) if isinstance(case, list) else case for case in found] if isinstance(found, list) else found
+
+
+def named(test: str, *often: str) -> list[Any]:
+    """Parameters of the cases of a test, whose names are the ids; those that are not among `often` are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(*case, id=name, marks=() if name in often else slow) for name, case in cases(test).items()]
 
 
 def sizes(
@@ -63,15 +66,7 @@ def sizes(
     }
 
 
-_SMALL = sizes(61, 32, 48, heads=4, positions=24)
-_SMALL_LLAMA = _SMALL | {"family": "llama", "num_key_value_heads": 2}  # fewer than 4 ranks: copied K/V heads
-SMALL_MODELS: dict[str, dict[str, Any]] = {
-    "llama": _SMALL_LLAMA,
-    "llama tied, biases": _SMALL_LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "gpt": _SMALL | {"family": "gpt"},  # Q, K and V are one canonical tensor, held in three pieces
-    "gpt_neox": _SMALL | {"family": "gpt_neox"},
-    "bert": _SMALL | {"family": "bert"},
-}
+SMALL_MODELS = {name: sizes(61, 32, 48, heads=4, positions=24) | own for name, own in MODELS["small"].items()}
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

@@ -43,6 +43,7 @@ data: {dataset: tiny}
 log: {sample_tokens: 4}
 """
 """A recipe that trains in a moment."""
+Process: TypeAlias = subprocess.Popen[str] | warm.Job
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, **fixed, **variables}
 
 
-Process: TypeAlias = subprocess.Popen[str] | warm.Job
-
-
 def _devices(arguments: list[str]) -> dict[str, str]:
     """As many strict devices as the command has ranks on CPUs: on accelerators it has a rank for each by default."""
     if os.environ.get("TEST_DEVICE") != "strict":
@@ -123,7 +121,6 @@ def outcome(process: Process, timeout: float = 240.0) -> Outcome:
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"the command did not end within {timeout:.0f} s\n{out}\n{err}") from None
-    assert process.returncode is not None
     return Outcome(process.returncode, out, err)
 
 

@@ -16,11 +16,8 @@ OF_THE_CPU = {
     "test_verify.py::test_the_page_runs": "the page shows what CPU ranks print",
     "test_verify.py::test_a_seeded_fault_is_found_and_named_and_the_other_layouts_go_on": "it reads the CPU's table",
     "test_failures.py::test_out_of_memory_names_phase_rank_bytes_and_remedies": "the host's memory is limited",
-    "test_run_directory.py::test_environment_tells_where_and_how_but_no_secret": "the device is named cpu",
-    "test_run_directory.py::test_steps_are_recorded_at_full_precision": "memory is that of the whole process",
-    "test_user_script.py::test_trains_as_plain_adamw": "its script is of CPU ranks and gloo",
-    "test_run_directory.py::test_other_events": "memory is that of the CPU's kernels",
-    "test_run_directory.py::test_every_rank_has_its_own_lines": "memory is that of the whole process",
+    "test_run_directory.py::test_steps_events_ranks_and_the_environment_are_recorded": "its numbers are the CPU's",
+    "test_own_model.py::test_trains_as_plain_adamw": "its script is of CPU ranks and gloo",
 }
 """Tests that `--device` leaves out, as they say something of CPU ranks alone, each with what."""
 

@@ -1,7 +1,5 @@
 """The processes of a job that a test started, and only those."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State hashes through the command line: recorded, verified, compared, and replayed by `shardwise audit`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -12,7 +10,9 @@ import pytest
 
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.run_identity import OWNER
 from tests.e2e.command import metrics, miniature, shardwise, within
+from tests.e2e.test_pages import assert_shown, blocks
 
 KEYS = ("log.state_hash_every=2", "checkpoint.every=2", "log.tensorboard=false", "log.sample_tokens=0")
 
@@ -49,12 +49,8 @@ def test_the_hash_is_recorded_and_verified(place: Path) -> None:
     assert "names" not in hashes[1]
     described = json.loads(within("checkpoint", "verify", "run", "--json", at=place).succeeded().out)
     assert [one["state_hash"] for one in described] == [event["hash"] for event in reversed(hashes)]
-
-
-def test_a_state_that_was_wrong_when_it_was_written_is_found(place: Path) -> None:
     folder = Root.of(copy_of(place, "wrong") / "checkpoints/step-00000002")
     manifest = Manifest.read(folder)
-    assert manifest.state_hash is not None
     sums = json.loads(json.dumps(manifest.state_hash["sums"]))
     sums["exp_avg"]["lm_head.weight"] = "0" * 16
     text = dataclasses.replace(manifest, state_hash={"hash": "0" * 16, "sums": sums}).to_json()
@@ -76,7 +72,7 @@ def test_an_audit_repeats_a_stretch_to_the_bit_and_changes_nothing(place: Path) 
 
 
 @pytest.mark.slow
-def test_an_audit_names_the_first_difference(place: Path) -> None:
+def test_an_audit_names_the_first_difference_and_knows_keys_that_a_resumption_changed(place: Path) -> None:
     run = copy_of(place, "altered")
     change(run, "step", 2, loss=1.5)
     digests = metrics(run, "state_hash")[0]["tensors"]
@@ -89,13 +85,9 @@ def test_an_audit_names_the_first_difference(place: Path) -> None:
     loss, state = result["differences"]
     assert loss.startswith("loss 1.5 in the run, ")
     assert state.endswith("(exp_avg/lm_head.weight)")
-
-
-@pytest.mark.slow
-def test_an_audit_knows_keys_that_a_resumption_changed(place: Path) -> None:
-    """A return that leaves out a batch and has another learning rate is repeated, and explains earlier steps."""
+    # A return that leaves out a batch and has another learning rate is repeated, and explains earlier steps.
     back = ("checkpoint.resume=2", "train.skip_batches=1", "optimizer.lr=0.01")
-    copy_of(place, "back")
+    (copy_of(place, "back") / "checkpoints" / OWNER).unlink()  # a copy of a run is refused
     shardwise("train", miniature(place), *KEYS, *back, "--run-dir", "back", at=place).succeeded()
     out = shardwise("audit", "back", "--from", "2", at=place).succeeded().out
     assert out.startswith("equal to the bit: steps 3 to 4")
@@ -114,3 +106,33 @@ def test_an_audit_knows_keys_that_a_resumption_changed(place: Path) -> None:
 )  # fmt: skip
 def test_a_wrong_stretch_is_refused(arguments: list[str], complaint: str, place: Path) -> None:
     assert complaint in within("audit", *arguments, at=place).failed(2)
+
+
+BITWISE_KEYS = (
+    "train.bitwise=true",
+    "log.state_hash_every=2",
+    "checkpoint.every=2",
+    "log.tensorboard=false",
+    "log.sample_tokens=8",
+)
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path: Path) -> None:
+    recipe = miniature(tmp_path)
+    shardwise("train", recipe, "--nproc", "1", *BITWISE_KEYS, "--run-dir", "one", at=tmp_path).succeeded()
+    layout = ("parallel.tensor=2", "parallel.sequence=true")
+    shardwise("train", recipe, "--nproc", "2", *layout, *BITWISE_KEYS, "--run-dir", "two", at=tmp_path).succeeded()
+    compared = shardwise("compare", "one", "two", "--bits", at=tmp_path).succeeded()
+    assert "equal to the bit at all 2 steps with hashes in both" in compared.out
+    assert_shown(blocks("docs/bitwise.md")[0], compared.out)
+    replay = ("--from", "2", "--nproc", "2", "parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2")
+    assert "equal to the bit: steps 3 to 4" in shardwise("audit", "two", *replay, at=tmp_path).succeeded().out
+
+
+@pytest.mark.slow
+def test_verify_to_the_last_bit(tmp_path: Path) -> None:
+    layouts = ("--layouts", "parallel.pipeline=1", "optimizer.zero=1", "--nproc", "2", "--steps", "2")
+    verified = shardwise("verify", miniature(tmp_path), "--bits", *layouts, at=tmp_path).succeeded()
+    assert "equal to the bit" in verified.out
+    assert "trained like one process" in verified.out

@@ -1,7 +1,5 @@
 """`shardwise branch`: runs that begin from a step of another, and the tree that `ls` and `report` show."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -40,6 +38,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def branch(place: Path, *words: str) -> Outcome:
+    return within("branch", *words, at=place)
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in metrics(run, "step")}
+
+
 def test_the_page_runs(place: Path) -> None:
     _, short, long, *looks = page_commands(place)
     within(*short, "--prepare", at=place).succeeded()
@@ -54,17 +60,6 @@ def test_the_page_runs(place: Path) -> None:
     complaint = within("audit", "runs/long", "--from", "0", at=place).failed(2)
     assert "--from (0) must be the step of a checkpoint, from 4 on, where this branch begins" in complaint
     assert complaint.rstrip().endswith("runs/long has 4 and 6")
-
-
-def branch(place: Path, *words: str) -> Outcome:
-    return within("branch", *words, at=place)
-
-
-def losses(run: Path) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in metrics(run, "step")}
-
-
-def test_the_branch_of_the_page_is_a_run_trained_straight(place: Path) -> None:
     straight = ("train", miniature(place), *KEYS, "optimizer.decay_steps=2", "optimizer.decay_shape=sqrt")
     shardwise(*straight, "--run-dir", "straight", at=place).succeeded()
     expected = losses(place / "straight")

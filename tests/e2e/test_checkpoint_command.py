@@ -1,7 +1,5 @@
 """`shardwise checkpoint` as a user runs it, on checkpoints that were written without training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,7 +31,7 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / step_name(step)
 
 
-def test_inspect_lists_a_run(run: Path) -> None:
+def test_inspect_lists_a_run_and_shows_a_checkpoint(run: Path) -> None:
     at = run.parents[1]
     out = within("checkpoint", "inspect", at=at).succeeded().out
     lines = out.splitlines()
@@ -47,9 +45,6 @@ def test_inspect_lists_a_run(run: Path) -> None:
     assert [(each["step"], each["state"]) for each in found] == [
         (400, "incomplete"), (300, "complete"), (200, "complete"), (100, "complete")
     ]  # fmt: skip
-
-
-def test_inspect_shows_a_checkpoint(run: Path) -> None:
     out = within("checkpoint", "inspect", checkpoint(run, 300), "--tensors", at=run).succeeded().out
     for text in (
         "step        300",

@@ -70,26 +70,18 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.slow
-def test_the_run_that_was_stopped_goes_on_at_another_layout(followed: Any) -> None:
+def test_the_page_runs(followed: Any) -> None:
     at, _ = followed
     (resume,) = metrics(at / RUN, "resume")
     assert "parallel.tensor 2 → 1" in resume["changes"]
     steps = [event["step"] for event in metrics(at / RUN, "step")]
     assert steps == list(range(1, 61)), "a step is missing, or was done twice"
     assert [event["samples"] for event in metrics(at / RUN, "step")] == [8 * step for step in steps]
-
-
-@pytest.mark.slow
-def test_transformers_and_the_command_write_the_same(followed: Any) -> None:
     _, said = followed
     (text,) = [out for (language, _), out in zip(BLOCKS, said, strict=True) if language == "python"]
     commands = next(out for (_, code), out in zip(BLOCKS, said, strict=True) if "shardwise generate" in code)
     assert text.strip().startswith("In spring"), text
     assert text.strip().removeprefix("In spring").strip() in commands, f"{text!r} is not in\n{commands}"
-
-
-@pytest.mark.slow
-def test_the_commands_show_what_the_page_says(followed: Any) -> None:
     at, said = followed
     for block in blocks("docs/checkpoints.md"):
         assert_shown(block, next(out for (_, code), out in zip(BLOCKS, said, strict=True) if code == block.code))

@@ -60,10 +60,6 @@ def test_the_page_runs(shown: Shown) -> None:
     out = shardwise(*shown.compile, at=shown.at, **KNOWN).succeeded().out
     assert out.count("in the cache") == 2
     assert "Total failed compilations: 0" in out
-
-
-@pytest.mark.slow
-def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> None:
     done = shardwise(*shown.train, *SMALL, "train.micro_batch=1", "--run-dir", "other", at=shown.at, **KNOWN)
     said = done.failed(2)
     assert " ".join(texts()[2].split()) in " ".join(said.split()), said

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.arch.test_containers import manifests
+from tests.arch.test_docs import manifests
 from tests.e2e.command import miniature, outcome, start
 
 PODS = 2

@@ -1,4 +1,4 @@
-"""`shardwise data` as a user runs it: from text to a run, cut off by kill -9, on bad input, on large files."""
+"""`shardwise data` as a user runs it: from text to a run, cut off by kill -9, on bad input; runs on what it made."""
 
 import contextlib
 import json
@@ -9,14 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.e2e import processes
-from tests.e2e.command import Outcome, imported_first, shardwise, within
+from tests.e2e.command import Outcome, imported_first, outcome, shardwise, start, within
 from tests.e2e.test_pages import assert_shown, blocks
+from tests.loopback_files import serve
 from tests.unit.data import hdf5_shards
 from tests.unit.data.prepare.jobs import WORDS, texts
 from tests.unit.data.small_runs import json_lines
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXT_WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
+TRAINING = (
+    *("train", "gpt-tiny", "model.num_hidden_layers=2", "train.steps=2", "train.global_batch=4"),
+    *("train.sequence_length=32", "log.tensorboard=false", "data.path=a"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +178,53 @@ def test_inspect_fits_a_terminal(at: Path, shards: Path) -> None:
     assert (found["documents"], found["dtype"]) == (200, "uint16")
     assert len(found["samples"]) == 1
     assert sum(number for _, _, number in found["lengths"]["bins"]) == 200
+
+
+def test_a_killed_fetch_leaves_no_file_of_that_name(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(40 << 20)
+    target, part = tmp_path / "data.bin", tmp_path / ".data.bin.fetch"
+    with serve(content) as site:
+        site.waits_at = 24 << 20
+        process = start("data", "fetch", site.url, "data.bin", at=tmp_path)
+        assert processes.wait_for(lambda: part.exists() and part.stat().st_size > 8 << 20, 60)
+        process.kill()
+        outcome(process)
+        site.goes_on.set()
+        assert not target.exists()
+        shardwise("data", "fetch", site.url, "data.bin", at=tmp_path).succeeded()
+    assert target.read_bytes() == content
+    assert not part.exists()
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a data set of a tokenizer that lies beside it."""
+    megatron = tmp_path_factory.mktemp("megatron")
+    generator = np.random.default_rng(0)
+    texts = [" ".join(generator.choice(TEXT_WORDS, 40)) for _ in range(200)]
+    tokenizer = train_tokenizer(texts, 300, "test")
+    tokenizer.save(megatron / "tokenizer")
+    with IndexedWriter(megatron / "a", tokenizer.vocab_size) as writer:
+        for text in texts:
+            writer.add([*tokenizer.encode(text).tolist(), tokenizer.end_of_document_id])
+    return megatron
+
+
+def test_without_a_tokenizer_there_is_no_sample_and_one_sentence(megatron: Path) -> None:
+    begun = shardwise(*TRAINING, "model.vocab_size=300", "--run-dir", "run", at=megatron).succeeded()
+    assert "data: a: " in begun.out
+    assert "200 documents" in begun.out
+    assert "sample: none, as the data hold only tokens: data.tokenizer names" in begun.out.replace("\n", " ")
+    assert not (megatron / "run/checkpoints/step-00000002/tokenizer.json").exists()
+    asked = ("generate", "run", "--prompt", "the ring", "--max-tokens", "4")
+    said = within(*asked, at=megatron).failed(2)
+    assert "must hold the model's tokenizer (tokenizer.json, vocab.json with merges.txt, " in said
+    assert "), and it holds none: name it by data.tokenizer" in said
+    text = within(*asked, "data.tokenizer=tokenizer", at=megatron)
+    assert text.code == 0, text.err
+    assert text.out.startswith("the ring")
+
+
+def test_a_token_beyond_the_vocabulary_is_named(megatron: Path) -> None:
+    said = shardwise(*TRAINING, "model.vocab_size=200", "--run-dir", "small", at=megatron)
+    assert ", must be in 0 … 199: set model.vocab_size to that of the tokenizer that made the data" in said.failed(2)

@@ -1,7 +1,5 @@
 """docs/decayed-model.md: all of its commands, with a small model, few steps and less code."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -48,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_branch_reads_its_text_alone(place: Path) -> None:
+def test_the_page_runs(place: Path) -> None:
     trunk = metrics(place / "runs/trunk", "step")
     for name, other in (("stories", "code"), ("code", "stories")):
         first, last = metrics(place / "runs" / name, "step")
@@ -56,17 +54,11 @@ def test_each_branch_reads_its_text_alone(place: Path) -> None:
         assert last["sources"][other]["samples"] == before[other]["samples"]
         assert last["sources"][name]["samples"] == before[name]["samples"] + 2 * 8
         assert last["lr"] < first["lr"] < trunk[3]["lr"]
-
-
-def test_tasks_are_scored_on_the_way(place: Path) -> None:
     scored = metrics(place / "runs/trunk", "eval_task")
     assert [(event["task"], event["step"]) for event in scored] == [
         (task, step) for step in (2, 4, 6) for task in ("endings", "lines")
     ]
     assert all(0 <= event["metrics"]["acc,none"] <= 1 for event in scored)
-
-
-def test_the_tree_and_the_scores_are_shown(place: Path) -> None:
     ls, _, _, _, report, *evaluations = commands(place)
     shown = within(*ls, at=place).succeeded().out
     assert shown.count("trunk@4") == 2

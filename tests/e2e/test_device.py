@@ -36,9 +36,7 @@ def test_layouts_train_like_one_process_there_and_on_the_cpu(pytestconfig: pytes
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents, by FlexAttention"])
-def test_training_finds_the_graphs_of_shardwise_compile(
-    documents: bool, pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_training_finds_the_graphs_of_the_command(documents: bool, pytestconfig: pytest.Config, tmp_path: Path) -> None:
     if pytestconfig.getoption("--device") == "strict":
         pytest.skip("torch compiles nothing for the strict device")
     kept = ("compile.cache_dir=graphs", f"data.reset_attention_mask={str(documents).lower()}")
@@ -54,9 +52,7 @@ def test_training_finds_the_graphs_of_shardwise_compile(
     assert compiled == pytest.approx(eager, rel=1e-3), "in mixed precision a compiler rounds less often"
 
 
-def test_bitwise_training_has_the_same_bits_again_and_on_two_devices(
-    pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_bitwise_training_has_the_same_bits_again_and_on_two(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     # So wide and long that attention takes the kernels of real trainings.
     sizes = ("model.hidden_size=128", "model.max_position_embeddings=256", "train.sequence_length=256")
     keys = ("train.bitwise=true", "parallel.grain=2", "log.state_hash_every=2", *sizes)

@@ -91,7 +91,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(outcome, at / "after/run")
 
 
-def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
+def test_a_full_disk_costs_checkpoints_and_no_run_but_at_its_last_save(full: Ran) -> None:
     full.outcome.failed(1)
     assert [event["step"] for event in metrics(full.run, "step")] == list(range(1, 12)), "steps or their lines are lost"
     assert full.saved() == [2, 10], "once there is room a save works again"
@@ -100,26 +100,17 @@ def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
         assert "disk/run/checkpoints" in text
         assert re.search(BYTES, text), f"the bytes are missing: {text}"
         assert text.endswith("; the run continues (`shardwise explain save-failed`)")
-
-
-def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:
     middle, before, brim = full.warnings
     assert re.search(f"the checkpoint of step 6 needs {BYTES} in disk/run/checkpoints, where {BYTES} are free", before)
     for text in (middle, brim):
         assert ".partial/" in text
         assert "cannot be written: the disk is full; it needs " in text
         assert ", free is " in text
-
-
-def test_the_checkpoints_that_were_there_are_intact_and_no_other_is_left(full: Ran) -> None:
     root = Root.of(full.run / "checkpoints")
     assert root.names() == ["run.json", "step-00000002", "step-00000010"], "parts of a save that failed are left"
     for found in list_checkpoints(root):
         assert found.problem is None
         assert not verify_checkpoint(found.folder).problems
-
-
-def test_a_last_save_that_fails_fails_the_run(full: Ran) -> None:
     text = full.outcome.failed(1)
     assert "\nFAILED at step 11: the checkpoint of step 11 could not be saved: " in text
     assert "\n1 step since checkpoint 10 is lost\n" in text

@@ -15,6 +15,11 @@ from tests.strict import build
 PROGRAM = ROOT / "benchmarks" / "first_gpu" / "run.py"
 NOT_ON_A_CPU = ("No viable backend", "from the 'CPU' backend")
 """Parts of the errors of kernels that only a GPU has."""
+OF_THE_STRICT_DEVICE = (
+    *("Autocast", "histogram_cpu", "No backend type associated", "fake_process_group", "grad_scale and"),
+    *("FlexAttention", "takes as one graph"),
+)
+"""Parts of the errors of what torch has for no device in software."""
 
 
 def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -28,13 +33,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     """What was measured, without the marks of what is answered."""
     found = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
     return [line for line in found if "answered" not in line]
-
-
-OF_THE_STRICT_DEVICE = (
-    *("Autocast", "histogram_cpu", "No backend type associated", "fake_process_group", "grad_scale and"),
-    *("FlexAttention", "takes as one graph"),
-)
-"""Parts of the errors of what torch has for no device in software."""
 
 
 @pytest.mark.slow

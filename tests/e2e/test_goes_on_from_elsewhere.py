@@ -1,7 +1,5 @@
 """A run that began with another program goes on here, as the printed command says."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -62,24 +62,18 @@ def gone(tmp_path_factory: pytest.TempPathFactory) -> Gone:
     return Gone(at / "run", begun, then, outcome)
 
 
-def test_checkpoints_by_time_through_little_memory(gone: Gone) -> None:
+def test_a_run_goes_on_past_damage_and_past_some_data_with_another_batch(gone: Gone) -> None:
     """Each step is older than a checkpoint may be."""
     assert [event["step"] for event in metrics(gone.run, "checkpoint")][:4] == [1, 2, 3, 4]
     assert gone.begun == ["run.json", "step-00000003", "step-00000004"], "checkpoint.keep is 2"
     assert gone.then == ["run.json", "step-00000004.damaged", "step-00000006"], "checkpoint.keep is 1"
-
-
-def test_a_damaged_checkpoint_is_left_out_with_a_warning(gone: Gone) -> None:
     assert [event["step"] for event in metrics(gone.run, "resume")] == [3, 6]
     warning, *_ = metrics(gone.run, "warning")
     assert warning["text"].startswith("the checkpoint of step 4 was left out: ")
     assert "rank-00000.safetensors is damaged: bytes " in warning["text"]
     assert warning["text"] in gone.outcome.out.replace("\n", " ")
     assert [event["step"] for event in metrics(gone.run, "step")] == [1, 2, 3, 4, 4, 5, 6, 7, 8]
-
-
-def test_a_checkpoint_with_damage_that_its_training_does_not_meet_is_saved_again(gone: Gone) -> None:
-    """As it was: no step is undone, and the batches that are left out from there on are not left out of it."""
+    # As it was: no step is undone, and the batches that are left out from there on are not left out of it.
     warning = metrics(gone.run, "warning")[1]
     assert warning["text"].startswith("the checkpoint of step 6 is damaged, but all that its training needs is intact")
     assert "config.json is damaged: bytes " in warning["text"]
@@ -89,28 +83,19 @@ def test_a_checkpoint_with_damage_that_its_training_does_not_meet_is_saved_again
     manifest = Manifest.read(mended.folder)
     assert (manifest.step, manifest.samples, manifest.position) == (6, 36, 36)
     assert "went_back" not in manifest.schedule
-
-
-def test_the_mean_loss_is_that_of_the_steps_that_count(gone: Gone) -> None:
-    """Also in the first line after a resume; the loss of the first step 4, which was undone, is not among them."""
+    # Also in the first line after a resume; the loss of the first step 4, which was undone, is not among them.
     losses = [event["loss"] for event in metrics(gone.run, "step")]
     del losses[3]
     log = (gone.run / "logs/rank-0000.log").read_text()
     lines = re.findall(r"^step +(\d)/\d  .*  (\d+)-step mean ([\d.]+)  ", log, re.MULTILINE)
     told = {step: (steps, mean) for step, steps, mean in lines}
     assert told == {str(step): (str(step), f"{fmean(losses[:step]):.4f}") for step in range(1, 9)}
-
-
-def test_a_reader_who_has_gone_ends_no_training(gone: Gone) -> None:
     assert RunView(gone.run, all_steps=False).state == "finished"
     assert metrics(gone.run, "stop")[-1]["reason"] == "finished"
     log = (gone.run / "logs/rank-0000.log").read_text()
     assert [line for line in log.splitlines() if line.startswith("step 8/8")]
     assert log.endswith(f"weights: {gone.run.name}/checkpoints/step-00000008\n"), log
-
-
-def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:
-    """3 steps of 8 samples, 3 steps of 4, 3 batches of 4 left out, 2 steps of 4."""
+    # 3 steps of 8 samples, 3 steps of 4, 3 batches of 4 left out, 2 steps of 4.
     assert [event["samples"] for event in metrics(gone.run, "step")][-5:] == [28, 32, 36, 40, 44]
     newest, _ = list_checkpoints(Root.of(gone.run / "checkpoints"))
     last = Manifest.read(newest.folder)

@@ -1,4 +1,4 @@
-"""The ends of a run: it starts from weights that `transformers` saved, and leaves weights that `transformers` loads."""
+"""The ends of a run: weights that `transformers` saved or reads, and what is fetched from the hub."""
 
 import json
 import math
@@ -17,10 +17,12 @@ from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.open_data import prepare_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise_use.cli.model_argument import open_model_folder
 from tests.e2e.command import Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
+from tests.loopback_hub import TOKEN, serve, user_of
+from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 
 
 def weights(trained: Trained) -> Path:
@@ -62,16 +64,13 @@ def first_loss(folder: Path, config: Config) -> float:
     return loss_of(model, batches.local_batch(0, train.global_batch, 0, 1, train.micro_batch))
 
 
-def test_transformers_gets_our_evaluation_loss(trained: Trained) -> None:
+def test_transformers_gets_our_evaluation_loss_and_tokenizer(trained: Trained) -> None:
     ours = metrics(trained.run, "eval")[-1]["loss"]
     theirs = evaluation_loss(weights(trained), trained.config)
     assert abs(theirs - ours) <= 1e-5 * ours, (
         f"transformers computes {theirs!r} from the final weights, the run ended at {ours!r}"
     )
     assert ours < math.log(301), "the model did not learn, so equal losses show little"
-
-
-def test_the_tokenizer_comes_along(trained: Trained) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights(trained))
     text = "In spring there lived a monk – naïve, 修道士."
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -98,7 +97,6 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config = transformers.GenerationConfig(**SPECIAL, do_sample=True, temperature=0.6)
     model.save_pretrained(folder)
     tokenizer = prepared(load_config("gpt-tiny")).tokenizer_path
-    assert tokenizer is not None
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
     return folder
 
@@ -149,3 +147,75 @@ def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) 
     ours = metrics(tmp_path / "runs/latest", "eval")[-1]["loss"]
     wanted = metrics(trained.run, "eval")[-1]["loss"]
     assert abs(ours - wanted) <= 1e-5 * wanted
+
+
+TEXT = "In spring there lived a monk – naïve, 修道士.\n"
+CONFIG = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """GPT-2's two files, of 300 tokens."""
+    folder = tmp_path_factory.mktemp("trained")
+    train_tokenizer(["The quick brown fox jumps over the lazy dog.\n" * 3, TEXT * 20], 300, "text").save(folder)
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])])
+    return {"vocab.json": json.dumps(model["vocab"]).encode(), "merges.txt": merges.encode(), "model.safetensors": b""}
+
+
+def test_a_model_of_the_hub_in_place_of_a_recipe(tmp_path: Path) -> None:
+    """Its config.json alone is fetched; without a network, one sentence names the recipe of the same shape."""
+    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"weights", "tokenizer.json": b"{}"}
+    with serve({"main": files}) as site:
+        variables = user_of(site.address, str(tmp_path / "hf"))
+        command = ("plan", "acme/tiny", "--device", "h100:1", "--tokens", "1B", "--json")
+        said = shardwise(*command, at=tmp_path, **variables)
+        assert said.code == 0, said.err
+        assert site.fetched == ["config.json"]
+    plan = json.loads(said.out)
+    assert plan["plans"][0]["tokens"] == pytest.approx(1e9, rel=1e-4)
+    assert said.err.startswith("the model has the shape of acme/tiny and the tokenizer is that of acme/tiny; its ")
+    assert len(said.err.splitlines()) == 1
+    variables["HF_HUB_OFFLINE"] = "1"
+    assert "tokenizer: acme/tiny" in shardwise("recipes", "acme/tiny", at=tmp_path, **variables).out, "from the cache"
+    refused = shardwise("plan", "Qwen/Qwen3-8B", "--device", "h100:8", at=tmp_path, **variables).failed(2)
+    assert refused.startswith("shardwise: RECIPE (Qwen/Qwen3-8B) cannot be fetched: HF_HUB_OFFLINE is set, and the ")
+    assert refused.endswith("; the recipe qwen3-8b has the shape of this model\n")
+    assert len(refused.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_model_and_a_data_set_of_the_hub(files: dict[str, bytes], tmp_path: Path) -> None:
+    """The launcher fetches model, tokenizer and data, the ranks find them in the cache; no file has the token."""
+    data = ("data.dataset=acme/gated", "data.config=en", "data.split=train,validation")
+    command = ("train", "acme/gated", *data, "train.steps=2", "train.global_batch=4", "parallel.tensor=2")
+    published = {**files, "config.json": json.dumps(CONFIG).encode(), **FILES["main"]}
+    with serve({"main": published}) as site:
+        variables = user_of(site.address, str(tmp_path / "hf")) | {"SHARDWISE_CACHE": str(tmp_path / "cache")}
+        said = shardwise(*command, at=tmp_path, **variables, HF_TOKEN="")
+        assert f"is gated: accept its licence on {site.address}/acme/gated, then set HF_TOKEN" in said.failed(2)
+        assert not (tmp_path / "runs").exists()
+        said = shardwise(*command, at=tmp_path, **variables, HF_TOKEN=TOKEN)
+    assert said.code == 0, said.err
+    assert f"fetching acme/gated from {site.address}: once, then cached in " in said.err
+    parquet = ["en/train-0.parquet", "en/train-1.parquet", "en/validation.parquet"]
+    fetched = sorted(name for name in site.fetched if name != "README.md")
+    assert fetched == ["config.json", *parquet, "merges.txt", "vocab.json"], "each file once, whatever the ranks"
+    run = (tmp_path / "runs/latest").resolve()
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()], "the token is a secret"
+    assert TOKEN not in said.out + said.err
+    # An untrained model of 300 tokens knows nothing.
+    assert metrics(run, "step")[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
+    folder = run / "checkpoints/step-00000002"
+    config = json.loads((folder / "config.json").read_text())
+    assert {key: config[key] for key in CONFIG} == CONFIG
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+    variables["HF_HUB_OFFLINE"] = "1"
+    again = shardwise("train", "--run-dir", str(run), "train.steps=3", at=tmp_path, **variables)
+    assert again.code == 0, again.err
+    assert len(metrics(run, "step")) == 3

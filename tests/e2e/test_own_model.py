@@ -1,6 +1,8 @@
 """docs/own-model.md: its changes make sharded.py of plain.py, its commands and code run, and what it promises holds."""
 
 import difflib
+import functools
+import importlib.util
 import json
 import re
 import shlex
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from shardwise.distributed import collectives
 from tests.arch.source import ROOT
 from tests.dist import dense
 from tests.dist.test_families import gradients_of
-from tests.e2e.command import ALONE, Outcome, metrics, shardwise
+from tests.e2e.command import ALONE, Outcome, metrics, outcome, shardwise, start
 from tests.e2e.test_pages import assert_shown
 from tests.e2e.test_pages import blocks as page_blocks
 
@@ -57,30 +60,18 @@ def changed(text: str, diffs: list[str]) -> str:
     return text
 
 
-# ---- the page by itself
-
-
 def test_the_changes_of_the_page_make_sharded_of_plain() -> None:
     assert changed(PLAIN, blocks("diff", STEPS)) == SHARDED
     assert "checkpoint(block, x" in changed(SHARDED, blocks("diff", OPTIONAL)), "dropout and recompute"
-
-
-def test_it_takes_at_most_60_changed_lines() -> None:
-    """Removed and added lines together: what a diff shows, and what the page shows."""
+    # Removed and added lines together: what a diff shows, and what the page shows.
     shown = changed_lines("".join(blocks("diff", STEPS)).splitlines())
     diff = difflib.unified_diff(PLAIN.splitlines(), SHARDED.splitlines(), lineterm="")
     assert changed_lines(diff) <= MAX_CHANGED
     assert shown <= MAX_CHANGED
     assert f"all differences between the two files: {shown} lines" in PAGE
-
-
-def test_the_page_shows_the_recipe_as_it_is() -> None:
     (block,) = blocks("yaml", STEPS)
     shown, whole = (yaml.safe_load(text) for text in (block, (ROOT / RECIPE).read_text(encoding="utf-8")))
     assert shown == {section: whole[section] for section in shown}
-
-
-def test_the_page_shows_lines_of_the_other_parts() -> None:
     parts = [line.strip() for line in (EXAMPLE / "parts.py").read_text(encoding="utf-8").splitlines()]
     shown = [block for block in blocks("python", OPTIONAL) if not block.startswith("# ")]
     assert len(shown) == 3
@@ -99,9 +90,6 @@ def test_the_wrapper_of_the_page_sums_what_plain_averages() -> None:
     plain_model.load_state_dict(model.state_dict())
     assert model.logits(ids.t()).shape == (8, 3, 64)
     assert model(ids.t(), targets.t()).item() == pytest.approx(plain_model(ids, targets).item() * 19, rel=1e-5)
-
-
-# ---- its commands
 
 
 @dataclass(frozen=True)
@@ -153,16 +141,6 @@ def follow(line: str, at: Path) -> Outcome:
     return shardwise(*arguments, at=at, program=PROGRAMS[program]).succeeded()
 
 
-def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
-    one, four = (metrics(followed.run(name)) for name in ("one", "four"))
-    events = [(record["event"], record["loss"]) for record in one if "loss" in record]
-    assert [name for name, _ in events].count("step") == 10
-    assert [name for name, _ in events].count("eval") == 2
-    losses = [record["loss"] for record in four if "loss" in record]
-    assert losses == pytest.approx([loss for _, loss in events], rel=1e-5)
-    assert events[-1][1] < 0.95 * events[0][1], "the model does not learn, so equal losses show little"
-
-
 @pytest.mark.slow
 def test_verify_compares_both_models(followed: Followed) -> None:
     (wrapper,) = (block for block in blocks("python", OPTIONAL) if block.startswith("# wrapped.py\n"))
@@ -187,7 +165,32 @@ def test_verify_compares_both_models(followed: Followed) -> None:
     assert counts == [[("204,224", "204,224")], [("102,720", "204,224")]], "half of a vocabulary of 302 rows is held"
 
 
-def test_what_is_known_is_exact_and_the_rest_is_not_invented(followed: Followed) -> None:
+def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own code loads the export of four ranks into plain.py's model."""
+    monkeypatch.chdir(followed.at)
+    (code,) = (block for block in blocks("python") if block.startswith("# after the runs above\n"))
+    scope: dict[str, Any] = {}
+    exec(compile(code.replace("step-00000020", "step-00000010"), "own-model.md", "exec"), scope)
+    model, config = scope["model"], followed.config
+    evaluation = make_batches(config, prepare_data(config), "eval")
+    total, counted = 0.0, 0
+    with torch.no_grad():
+        for batch in evaluation.eval_batches(config.train.eval_batches, config.train.global_batch, 0, 1, 2):
+            ids, targets = (torch.from_numpy(batch.inputs[name]).t() for name in ("ids_SB", "targets_SB"))
+            count = int(batch.counts[0])
+            total, counted = total + (float(model(ids, targets)) * count if count else 0.0), counted + count
+    ours = metrics(followed.run("four"), "eval")[-1]["loss"]
+    assert total / counted == pytest.approx(ours, rel=1e-5)
+
+
+def test_four_ranks_have_the_losses_of_one_and_what_is_known_is_exact(followed: Followed) -> None:
+    one, four = (metrics(followed.run(name)) for name in ("one", "four"))
+    events = [(record["event"], record["loss"]) for record in one if "loss" in record]
+    assert [name for name, _ in events].count("step") == 10
+    assert [name for name, _ in events].count("eval") == 2
+    losses = [record["loss"] for record in four if "loss" in record]
+    assert losses == pytest.approx([loss for _, loss in events], rel=1e-5)
+    assert events[-1][1] < 0.95 * events[0][1], "the model does not learn, so equal losses show little"
     parameters = sum(p.numel() for p in plain(followed.config).parameters())
     for name, replicas in (("one", 1), ("four", 2)):
         results = json.loads((followed.run(name) / "results.json").read_text())
@@ -202,28 +205,6 @@ def test_what_is_known_is_exact_and_the_rest_is_not_invented(followed: Followed)
         said = next(outcome.out for line, outcome in followed.outcomes.items() if f"--run-dir runs/{name}" in line)
         assert "a dry run tells activations" in said
         assert f"({parameters:,})" in said
-
-
-def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's own code loads the export of four ranks into plain.py's model."""
-    monkeypatch.chdir(followed.at)
-    (code,) = (block for block in blocks("python") if block.startswith("# after the runs above\n"))
-    scope: dict[str, Any] = {}
-    exec(compile(code.replace("step-00000020", "step-00000010"), "own-model.md", "exec"), scope)
-    model, config = scope["model"], followed.config
-    evaluation = make_batches(config, prepare_data(config), "eval")
-    assert evaluation is not None
-    total, counted = 0.0, 0
-    with torch.no_grad():
-        for batch in evaluation.eval_batches(config.train.eval_batches, config.train.global_batch, 0, 1, 2):
-            ids, targets = (torch.from_numpy(batch.inputs[name]).t() for name in ("ids_SB", "targets_SB"))
-            count = int(batch.counts[0])
-            total, counted = total + (float(model(ids, targets)) * count if count else 0.0), counted + count
-    ours = metrics(followed.run("four"), "eval")[-1]["loss"]
-    assert total / counted == pytest.approx(ours, rel=1e-5)
-
-
-def test_the_export_names_the_family_and_no_architecture(followed: Followed) -> None:
     described = json.loads((followed.weights / "config.json").read_text())
     assert not {"architectures", "model_type"} & set(described)
     keys = followed.config.model.model_dump()
@@ -237,9 +218,6 @@ def plain(config: Config) -> nn.Module:
     keys = config.model.model_dump(exclude={"family"}, exclude_none=True)
     made: nn.Module = Decoder(**keys)
     return made
-
-
-# ---- the optional parts of the page
 
 
 def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -310,3 +288,57 @@ def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
     text = "needs layers of shardwise, or shardwise.make_parameter, for head.weight and head.bias"
     assert said.count(text) == said.count("shardwise: ") == 1, said
     assert not [*(tmp_path / "runs").iterdir()], "a first start that is refused must leave no run behind"
+
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("zero1_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def reference() -> tuple[float, float]:
+    """The example's model and data under torch.optim.AdamW, clipped at 1.0: loss before and after."""
+    example = load()
+    torch.manual_seed(0)
+    model = example.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def loss_of(step: int) -> torch.Tensor:
+        inputs, targets = example.make_batch(step)
+        return torch.nn.functional.cross_entropy(model(inputs), targets)
+
+    first = loss_of(example.STEPS).item()
+    for step in range(example.STEPS):
+        loss_of(step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, loss_of(example.STEPS).item()
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([], id="alone"),
+        # The batch does not divide by 3.
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"],
+            id="torchrun-3",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_trains_as_plain_adamw(launcher: list[str], tmp_path: Path) -> None:
+    first, wanted = reference()
+    assert wanted < 0.9 * first, "the example does not learn, so its loss shows nothing"
+    done = outcome(start(at=tmp_path, program=(sys.executable, *launcher, str(SCRIPT))), timeout=120)
+    assert done.code == 0, done.err
+    lines = [line for line in done.out.splitlines() if line.startswith("final loss")]
+    assert len(lines) == 1, done.out
+    assert float(lines[0].split()[-1]) == pytest.approx(wanted, rel=1e-5)
+    assert "Warning" not in done.err, done.err

@@ -19,57 +19,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
 
+import shardwise
 from scripts.tutorial_outputs import bash
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise_plan.device_specs import parse_device
 from tests.arch.source import ROOT
 from tests.e2e.command import environment
-from tests.e2e.page_commands import Reader, serve
-from tests.e2e.page_data import PREPARED
+from tests.e2e.page_commands import PREPARED, Reader, serve
 from tests.unit.data import hdf5_shards
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("skills/*/SKILL.md")))
 }
-ELSEWHERE = {
-    ("docs/checkpoints.md", ""): "tests/e2e/test_checkpoints_page.py::followed",
-    ("docs/outputs.md", ""): "tests/e2e/test_outputs_page.py::test_the_commands_print_what_the_page_shows",
-    ("docs/bitwise.md", ""): "tests/e2e/test_bitwise.py::test_the_page_runs",
-    ("docs/branches.md", ""): "tests/e2e/test_branch.py::test_the_page_runs",
-    ("docs/evaluate-and-generate.md", "Tasks"): (
-        "tests/e2e/test_evaluation_in_training.py::test_the_page_on_tasks_runs"
-    ),
-    ("docs/fine-tuning.md", ""): "tests/e2e/test_fine_tuning_page.py::test_the_page_runs",
-    ("docs/decayed-model.md", ""): "tests/e2e/test_decayed_model.py::place",
-    ("docs/own-model.md", ""): "tests/e2e/test_own_model.py::followed",
-    ("docs/own-model.md", "Verify"): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
-    ("docs/own-model-options.md", ""): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
-    ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
-    ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
-    ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
-    ("docs/data.md", "Preparing data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
-    ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
-    ("docs/planner.md", "This machine, and a run that was"): (
-        "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
-    ),
-    ("docs/notices.md", ""): "tests/e2e/test_notices.py::test_the_end_is_told_once_and_what_fails_is_a_warning",
-    (
-        "docs/environment.md",
-        "",
-    ): "tests/unit/verify/test_doctor.py::test_what_is_printed_says_how_to_mend_and_has_no_secrets",
-    (
-        "docs/containers.md",
-        "",
-    ): "tests/e2e/test_containers.py::test_pods_with_the_variables_of_the_manifest_train_together",
-    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_page_shows_the_table",
-    ("docs/watching.md", "Numbers for programs"): "tests/unit/watch/test_monitor.py::test_once",
-    ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/watch/test_monitor.py::test_prometheus_until_a_signal",
-}
-"""Page and heading ("": the whole page) of blocks that the named test runs, with what they need."""
+_TESTS = yaml.safe_load((ROOT / "tests/e2e/pages.yaml").read_text(encoding="utf-8"))
+ELSEWHERE, PROGRAMS = (
+    {(page, heading): test for page, tests in _TESTS[kind].items() for heading, test in tests.items()}
+    for kind in ("commands", "programs")
+)
+HERE = {(page, heading) for page, heading in _TESTS["lines"]}
 SHARDS = (
     ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen128", 128, 20),
     ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen512", 512, 80),
@@ -82,6 +57,11 @@ _BLOCK = re.compile(
     r"^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
     re.MULTILINE,
 )
+ALL_FIVE = "docs/tutorials/all-five.md"
+"""What the tutorials share."""
+TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
+LANGUAGES = ("python", "yaml", "diff", "json", "toml")
+_PART = re.compile(r"^## (?P<heading>.*)\n|^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -217,13 +197,8 @@ def test_every_command_runs(page: str, tmp_path: Path) -> None:
         assert_healthy(block, code, out, err)
 
 
-ALL_FIVE = "docs/tutorials/all-five.md"
-"""What the tutorials share."""
-TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
-
-
 @pytest.mark.parametrize("page", TUTORIALS)
-def test_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
+def test_a_tutorial_begins_small_and_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
     """Or on what a run fetches from the hub by its id."""
     made = set(HUB_IDS)
     for block in blocks(page):
@@ -234,10 +209,6 @@ def test_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page: str) -> 
         for name in ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen", "gpt2-wiki"):
             if name in code and "data fetch" in code:
                 made |= {f"{name}128", f"{name}512", name, f"{name}/my-gpt2_text_document"}
-
-
-@pytest.mark.parametrize("page", TUTORIALS)
-def test_a_tutorial_begins_small_and_says_what_was_never_tried(page: str) -> None:
     text = PAGES[page]
     trained = re.findall(r"^ *shardwise train (\S+)", text, re.MULTILINE)
     assert trained[0].endswith("-tiny")
@@ -252,7 +223,10 @@ def test_a_tutorial_begins_small_and_says_what_was_never_tried(page: str) -> Non
     assert "train.dropout_mode=invariant" in text
 
 
-@pytest.mark.parametrize("test", sorted({block.runs_in for page in PAGES for block in blocks(page) if block.runs_in}))
+_NAMED = {block.runs_in for page in PAGES for block in blocks(page) if block.runs_in}
+
+
+@pytest.mark.parametrize("test", sorted({*_NAMED, *PROGRAMS.values()}))
 def test_a_block_that_another_test_runs_names_that_test(test: str) -> None:
     file, _, name = test.partition("::")
     assert (ROOT / file).exists(), f"{file} is named above a block of commands, and is not there"
@@ -262,6 +236,55 @@ def test_a_block_that_another_test_runs_names_that_test(test: str) -> None:
     )
 
 
-def test_no_name_of_a_section_is_out_of_date() -> None:
+def programs(page: str) -> Iterator[tuple[str, str, str]]:
+    """Of each block that is no command: heading, language, text."""
+    heading = ""
+    for part in _PART.finditer(PAGES[page]):
+        heading = part["heading"] or heading
+        if part["language"] in LANGUAGES:
+            yield heading, part["language"], part["code"]
+
+
+def test_every_program_is_run_and_no_entry_is_out_of_date() -> None:
+    known = {*ELSEWHERE, *PROGRAMS, *HERE}
+    for page in PAGES:
+        for heading, language, code in programs(page):
+            named = (page, heading) in known or (page, "") in known
+            assert named, f"{page}, '{heading}': no test runs this {language}; name the test in PROGRAMS:\n{code}"
+    found = {(page, name) for page in PAGES for heading, _, _ in programs(page) for name in (heading, "")}
+    assert {*PROGRAMS, *HERE} <= found
     headings = {(block.page, heading) for page in PAGES for block in blocks(page) for heading in (block.heading, "")}
     assert set(ELSEWHERE) <= headings
+
+
+@pytest.mark.parametrize(("page", "heading"), sorted(HERE))
+def test_lines_for_a_training_loop_run(page: str, heading: str) -> None:
+    """One step with a model of a reader changes its parameters."""
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    scope: dict[str, Any] = {name: getattr(shardwise, name) for name in shardwise.__all__}
+    scope |= {"torch": torch, "model": model, "loss": model(torch.ones(2, 4)).square().sum()}
+    scope["optimizer"] = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    (code,) = (code for found, _, code in programs(page) if found == heading)
+    exec(compile(code, page, "exec"), scope)
+    if "backward" not in code:
+        scope["loss"].backward()
+        scope["optimizer"].step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_own_device_of_the_page_is_read() -> None:
+    (text,) = (code for heading, _, code in programs("docs/planner.md") if heading == "Devices")
+    device = parse_device("own", text, "docs/planner.md")
+    assert (device.name, device.per_node) == ("Our GPU", 8)
+
+
+def test_the_readme_loads_a_checkpoint_as_its_page_does() -> None:
+    """A test runs the block of docs/checkpoints.md; only the folder differs."""
+    (short,) = (code for heading, _, code in programs("README.md") if heading == "Train")
+    whole = next(code for _, language, code in programs("docs/checkpoints.md") if language == "python")
+    assert set(lines(short)) <= set(lines(whole))
+
+
+def lines(code: str) -> list[str]:
+    return [line for line in code.splitlines() if not line.startswith("folder = ")]

@@ -1,8 +1,8 @@
-"""`data.stages` with longer sequences by the command: stopped before, at and after the border, and at other layouts."""
-
-from __future__ import annotations
+"""`data.mixture` and `data.stages` by the command: the same run at other layouts, numbers by source, borders."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,12 @@ TRAINING = (
     "model.max_position_embeddings=64", "data.packing=best_fit", f"data.stages={STAGES}", "train.steps=6",
     "train.eval_every=0", "checkpoint.every=2", "checkpoint.keep=null", "log.tensorboard=false", "log.sample_tokens=0",
 )  # fmt: skip
+MIXTURE = (
+    "{web: {dataset: tiny, weight: 0.7}, code: {path: code, weight: 0.3}, more: {path: more.jsonl, split: '40,60'}}"
+)
+MIXED_STAGES = "[{at: 3, weights: {code: 1, more: 2}}]"
+KEYS = ("data.dataset=null", f"data.mixture={MIXTURE}", "train.steps=6", "log.tensorboard=false", "log.sample_tokens=0")
+MIXED_TRAINING = (*KEYS, "checkpoint.every=2", "checkpoint.keep=null")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(stopped: Path) -> None:
+def test_a_run_that_is_stopped_around_the_border_or_cut_otherwise_is_the_same(stopped: Path) -> None:
     place = stopped
     alone = steps(place / "alone")
     # The last of each step: the run went back across the border.
@@ -63,17 +69,13 @@ def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(stopped: Path
     # The one start that goes back, and that of the next stage in its process.
     returns = [event["went_back"] for event in metrics(place / "stopped", "start")]
     assert (returns[-2:], sum(returns)) == ([True, False], 1)
-
-
-@pytest.mark.slow
-def test_a_run_at_other_layouts_has_the_same_losses(stopped: Path) -> None:
     cut = steps(stopped / "cut")
     assert [event["step"] for event in cut] == [1, 2, 3, 4, 5, 6]
     for expected, event in zip(steps(stopped / "alone"), cut, strict=True):
         assert event["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_a_checkpoint_is_that_of_its_stage(place: Path) -> None:
+def test_a_checkpoint_is_that_of_its_stage_and_the_border_no_restart(place: Path) -> None:
     expected = {BORDER: (10000.0, 32), 6: (50000.0, 64)}
     for step, (theta, length) in expected.items():
         folder = f"alone/checkpoints/step-{step:08d}"
@@ -81,9 +83,6 @@ def test_a_checkpoint_is_that_of_its_stage(place: Path) -> None:
         assert described["rope_theta"] == theta
         result = json.loads(within("evaluate", folder, "--json", at=place).succeeded().out)
         assert result["sequence_length"] == length
-
-
-def test_the_border_is_no_restart(place: Path) -> None:
     log = (place / "alone/logs/rank-0000.log").read_text(encoding="utf-8")
     assert f"6, 1 to {BORDER} in this stage" in log
     assert f"6, {BORDER} of them done, {BORDER + 1} to 6 in this stage" in log
@@ -102,19 +101,13 @@ def test_the_border_is_no_restart(place: Path) -> None:
     assert (report["starts"], report["later_starts"]) == (1, [])
 
 
-def test_a_branch_keeps_the_stages_that_have_begun(place: Path) -> None:
+def test_stages_of_a_branch_a_dry_run_and_a_changed_run(place: Path) -> None:
     changed = f"data.stages={STAGES.replace(str(BORDER), '4', 1)}"
     refused = within("branch", "alone@6", "train.steps=8", changed, at=place).failed(2)
     assert "the sequence lengths before step 6, from which the run goes on, must stay" in refused
-
-
-def test_a_dry_run_shows_the_neediest_stage(place: Path) -> None:
     told = within("train", miniature(place), *TRAINING, "--dry-run", at=place).succeeded().out
     assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the neediest" in told
     assert "256 per step, 1,536 in all" in told
-
-
-def test_stages_that_are_refused_are_refused_before_the_folder_is_written(place: Path) -> None:
     changed = ("--change", "data.stages", "data.stages=[]", "train.steps=8")
     said = within("train", "--run-dir", "alone", *changed, "--dry-run", at=place).failed(2)
     problem = "the sequence lengths of data.stages must keep 64 tokens together"
@@ -124,3 +117,74 @@ def test_stages_that_are_refused_are_refused_before_the_folder_is_written(place:
     config = load_config(str(run.config), ["data.stages=[]", "train.steps=8"])
     with pytest.raises(ConfigError, match=problem):
         checkpoints_at_start(config, run, recorded.recorded())
+
+
+@pytest.fixture(scope="module")
+def mixed_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one process, and one of a pipeline."""
+    folder = tmp_path_factory.mktemp("mixture")
+    (folder / "code").mkdir()
+    source = Path(json.__file__).parent
+    for name in ("decoder.py", "encoder.py"):
+        (folder / "code" / name).write_bytes((source / name).read_bytes())
+    stories = [
+        json.dumps({"text": f"Story {number}: the fox came again, and {number} crows saw it."}) for number in range(5)
+    ]
+    (folder / "more.jsonl").write_text("\n".join(stories), encoding="utf-8")
+    recipe = miniature(folder)
+    command = ("train", recipe, *MIXED_TRAINING, f"data.stages={STAGES}")
+    shardwise(*command, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
+    shardwise(*command, "--run-dir", "cut", "parallel.pipeline=2", "--nproc", "2", at=folder).succeeded()
+    return folder
+
+
+def mixed_steps(run: Path) -> list[dict[str, Any]]:
+    return list(metrics(run, "step"))
+
+
+def test_a_mixture_trains_alike_at_every_layout_and_its_losses_are_parts_of_the_loss(mixed_place: Path) -> None:
+    alone, cut = mixed_steps(mixed_place / "alone"), mixed_steps(mixed_place / "cut")
+    assert [event["step"] for event in cut] == [1, 2, 3, 4, 5, 6]
+    for expected, event in zip(alone, cut, strict=True):
+        assert event["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        for name, numbers in expected["sources"].items():
+            found = event["sources"][name]
+            assert (found["samples"], found["share"]) == (numbers["samples"], numbers["share"])
+            assert (found["loss"] or 0.0) == pytest.approx(numbers["loss"] or 0.0, rel=1e-5)
+    before = {"web": 0, "code": 0, "more": 0}
+    for event in mixed_steps(mixed_place / "alone"):
+        sources = event["sources"]
+        drawn = {name: numbers["samples"] - before[name] for name, numbers in sources.items()}
+        before = {name: numbers["samples"] for name, numbers in sources.items()}
+        assert sum(drawn.values()) == 8
+        # Every sample has as many targets.
+        parts = [numbers["loss"] * drawn[name] for name, numbers in sources.items() if drawn[name]]
+        assert math.fsum(parts) / 8 == pytest.approx(event["loss"], rel=1e-6)
+        assert all(sources[name]["loss"] is None for name in drawn if not drawn[name])
+        assert math.fsum(numbers["share"] for numbers in sources.values()) == pytest.approx(1)
+    # 24 samples by the weights 0.7 and 0.3, then 24 by 1 and 2.
+    assert before == {"web": 17, "code": 15, "more": 16}
+
+
+def test_the_user_reads_the_sources_and_a_branch_may_have_other_stages(mixed_place: Path) -> None:
+    told = (mixed_place / "alone/logs/rank-0000.log").read_text(encoding="utf-8")
+    assert "epochs of" in told
+    assert "warning: the source more is read" in told
+    assert "teaches little (arXiv:2305.16264): lower its weight, or give it more text" in told
+    once = within("top", "alone", "--once", at=mixed_place).succeeded().out
+    assert re.search(r"^sources +code loss", once, re.MULTILINE), once
+    within("report", "alone", at=mixed_place).succeeded()
+    assert "Training loss by source" in (mixed_place / "alone/report.html").read_text(encoding="utf-8")
+    refused = within("branch", "alone@4", "train.steps=8", "data.stages=[{at: 2, weights: {web: 1}}]", at=mixed_place)
+    assert "the stages before step 4, from which the run goes on, must stay" in refused.failed(2)
+    assert not [*mixed_place.glob("runs/alone-*")], "a branch that is refused leaves no folder"
+    later = "data.stages=[{at: 3, weights: {code: 1, more: 2}}, {at: 5, weights: {late: 1}}]"
+    late = "data.mixture.late={path: code, weight: null}"
+    branch = ("branch", "alone@4", "train.steps=7", late, later, "--run-dir", "branch", "--nproc", "1")
+    shardwise(*branch, at=mixed_place).succeeded()
+    read = [
+        {name: numbers["samples"] for name, numbers in event["sources"].items()}
+        for event in mixed_steps(mixed_place / "branch")
+    ]
+    assert [numbers["late"] for numbers in read] == [0, 8, 16]
+    assert len({numbers["more"] for numbers in read}) == 1, "after step 5 it is read no more"

@@ -88,9 +88,7 @@ def go_on(folder: Path, step: int, *arguments: str) -> None:
         pytest.param(signal.SIGTERM, ("parallel.tensor=2",), "SIGTERM", id="launched"),
     ],
 )
-def test_a_signal_saves_and_the_same_command_goes_on(
-    number: signal.Signals, arguments: tuple[str, ...], name: str, tmp_path: Path
-) -> None:
+def test_a_stopped_run_goes_on(number: signal.Signals, arguments: tuple[str, ...], name: str, tmp_path: Path) -> None:
     job = training(tmp_path, *arguments)
     job.send_signal(number)
     ended = outcome(job, timeout=SECONDS)

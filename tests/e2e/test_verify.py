@@ -69,9 +69,6 @@ def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pyt
     without_training(monkeypatch, LayoutDifferences(0.0, 1e-7, 2e-7, 1e-7, "w", "g"))
     arguments, shown = on_the_page()
     assert plain(within(*arguments, at=tmp_path).succeeded().out) == shown
-
-
-def test_the_page_shows_the_choices_of_a_sparse_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, block = blocks("docs/verify.md")
     without_training(monkeypatch, LayoutDifferences(0.0, 1e-7, 2e-7, 1e-7, "w", "g", choices=ChoiceDifferences(3)))
     assert_shown(block, within(*shlex.split(block.code)[1:], at=tmp_path).succeeded().out)

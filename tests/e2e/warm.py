@@ -54,9 +54,6 @@ _IMPORTED = (
 )  # fmt: skip
 
 
-# ---- for the tests
-
-
 def can_run(program: Sequence[str]) -> bool:
     """Whether the program is this Python, which runs a module or a script on the CPU: no accelerator is forked."""
     if os.environ.get("TEST_DEVICE", "cpu") != "cpu":
@@ -135,9 +132,6 @@ def _server() -> str:
     return place
 
 
-# ---- the server
-
-
 class _Stderr:
     """Standard error of whoever writes, for the handlers that torch makes as it is imported."""
 
@@ -197,9 +191,6 @@ def _answer(connection: socket.socket) -> NoReturn:
         os._exit(0)
 
 
-# ---- what was forked
-
-
 def _begin(program: Sequence[str]) -> int | None:
     """Where `-m MODULE …` or `SCRIPT …` is in what starts a Python; None where there are other options."""
     first = next((index for index, word in enumerate(program) if index and word not in ("-P", "-u")), None)
@@ -227,7 +218,6 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         begin = _begin(program)
-        assert begin is not None
         sys.argv = list(program[begin + (program[begin] == "-m") :])
         own = Path.cwd() if program[begin] == "-m" else Path(program[begin]).resolve().parent
         given = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]

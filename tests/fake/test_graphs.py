@@ -1,5 +1,6 @@
 """Graphs that `shardwise compile` captures as one rank are those of every rank that has the unit."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,14 @@ from shardwise.config import Config, check_layout
 from shardwise.train.compile.compiled_units import BLOCK, HEAD
 from shardwise.train.compile.graph_facts import planned_graphs
 from shardwise.train.compile.worker import _capture_graph
+from tests.arch.source import ROOT
 from tests.dist.test_compiled_training import GPT_DROPOUT, SIZES
 from tests.dist.training import FACTS, FAMILIES, make_config
 
 CPU = torch.device("cpu")
 # torch itself does so where it traces an autograd function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+TOKENS, HIDDEN, WIDTH, RANKS = 512, 4096, 11008, 8
 
 
 @pytest.fixture
@@ -86,3 +89,27 @@ def test_the_number_of_graphs_is_that_of_kinds(model: dict[str, Any], units: lis
     for every, modes in ((0, (True,)), (2, (True, False))):
         config = make_config(model=SIZES | model, train={"eval_every": every})
         assert planned_graphs(config.model, config.train) == [(unit, mode) for unit in units for mode in modes]
+
+
+@pytest.fixture
+def block_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("block_rank")
+    module.fake_process_group(0, RANKS)
+    yield module
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("recompute", "most"), [("none", 120), ("selective", 130)])
+def test_a_block_asks_for_few_operators_and_holds_no_copies(recompute: str, most: int, block_rank: Any) -> None:
+    found = block_rank.figures(recompute, torch.device("meta"), TOKENS, RANKS, 1)
+    assert found["dispatches"] <= most
+    heads, feed = HIDDEN // RANKS, WIDTH // RANKS
+    # Gathered inputs of two products, q, k, v, output of attention, gate and up; whole rows of the residual stream.
+    per_token = 2 * HIDDEN + 4 * heads + 2 * feed + (feed if recompute == "none" else 0)
+    saved = 2 * (per_token * TOKENS + HIDDEN * TOKENS // RANKS)
+    statistics = 4 * (2 * TOKENS // RANKS + 32 // RANKS * TOKENS)
+    assert saved <= found["saved"] - statistics <= saved + 64
+    # The last product: its output or the gradient of that, gathered; the rank's part of it; a tensor of the width.
+    work = 2 * (HIDDEN * TOKENS + HIDDEN * TOKENS // RANKS + (feed * TOKENS if recompute == "selective" else 0))
+    assert found["live"] <= found["saved"] + work

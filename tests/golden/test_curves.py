@@ -40,6 +40,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2-ep2": (2, ["train.micro_batch=4", "parallel.expert=2"]),
     "tp2-dp2-sp-zero1": (4, ["train.micro_batch=4", "parallel.tensor=2", "parallel.sequence=true"]),
 }
+# Every layout of every family: tests/dist/test_cells.py. In one process, the Llama is the one with scaled positions.
+CELLS = [("llama2-tiny", layout) for layout in LAYOUTS if "ep" not in layout]
+CELLS += [(recipe, "one-process") for recipe in RECIPES if recipe != "llama2-tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +73,6 @@ def test_the_data_is_that_of_the_curve(recipe: str, cache: Path) -> None:
     assert fingerprint(recipe, cache) == golden(recipe)["data"], (
         f"the text or the tokens of {recipe} changed, so its curve does too: that is no fault of the layouts"
     )
-
-
-# Every layout of every family: tests/dist/test_cells.py. In one process, the Llama is the one with scaled positions.
-CELLS = [("llama2-tiny", layout) for layout in LAYOUTS if "ep" not in layout]
-CELLS += [(recipe, "one-process") for recipe in RECIPES if recipe != "llama2-tiny"]
 
 
 @pytest.mark.parametrize(("recipe", "layout"), few(CELLS, ("llama3-tiny", "one-process"), ("gpt-tiny", "one-process")))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from shardwise.data.samples.order import SampleOrder
 
@@ -60,6 +61,24 @@ def torchrun(ranks: int, script: Path, *words: object) -> None:
         [*command, str(script), *map(str, words)], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def made(ranks: int, maker: Path, folder: Path, **spec: Any) -> list[float]:
+    """The losses of all steps of a maker's program, which trains in a folder as it is specified."""
+    np.save(folder / "batches.npy", batches())
+    spec |= {"folder": str(folder), "batches": str(folder / "batches.npy"), "save_at": BEFORE}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    torchrun(ranks, maker, folder / "spec.json")
+    losses: list[float] = json.loads((folder / "losses.json").read_text())
+    return losses
+
+
+def go_on(source: Path, run: Path, *words: object, keys: Sequence[str] = (), losses: Sequence[float]) -> str:
+    """Import a checkpoint into the folder of a run: its next ten losses are those there; what the import said."""
+    told = shardwise("checkpoint", "import", source, run, *words)
+    assert f"after step {BEFORE}, {BEFORE * BATCH} samples and {BEFORE * BATCH * LENGTH} tokens" in told
+    assert losses_here(run, keys) == pytest.approx(losses[BEFORE:], rel=0, abs=1e-5)
+    return told
 
 
 def losses_here(run: Path, keys: Sequence[str]) -> list[float]:

@@ -1,7 +1,5 @@
 """Five thousand documents for the tests of data formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

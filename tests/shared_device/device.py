@@ -4,8 +4,6 @@
 The numerics and kernels of training are those of the accelerator; its collective library is not tested.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Builds devices for tests with the machine's C++ compiler, once for each torch and version of the sources."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.util
@@ -47,8 +45,6 @@ def library(name: str = NAME, sources: Sequence[Path] = SOURCES) -> Path:
 def loaded(name: str = NAME, sources: Sequence[Path] = SOURCES) -> Any:
     """The library as a module of this process."""
     found = importlib.util.spec_from_file_location(name, library(name, sources))
-    assert found is not None
-    assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -3,8 +3,6 @@
 `counters()` says what the host waited for and where, the copies by direction, and the kernels by operator.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
@@ -170,9 +168,6 @@ class _NeuronGroup(dist.ProcessGroup):
 for _name in _COLLECTIVES:
     if hasattr(dist.ProcessGroup, _name):
         setattr(_NeuronGroup, _name, functools.partialmethod(_NeuronGroup._call, _name))
-
-
-# ---- what torch and programs expect of `torch.strict`
 
 
 def is_available() -> bool:

@@ -6,8 +6,6 @@ dtype, so that trainings in float32 have an exact answer.
 Shapes: T tokens of all documents, N documents, n query heads, m key and value heads, d head width.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.strict import device
-
-Strict = Callable[..., RankPool]
 
 
 def memory() -> None:
@@ -106,7 +104,7 @@ def copies_arrive_when_their_stream_was_waited_for() -> None:
     [memory, devices_do_not_mix, pinned_memory, copies_arrive_when_their_stream_was_waited_for],
     ids=lambda f: f.__name__,
 )
-def test_device(what: Callable[[], None], strict: Strict) -> None:
+def test_device(what: Callable[[], None], strict: Pools) -> None:
     strict(1).run(what)
 
 
@@ -158,5 +156,5 @@ def a_message_ends_when_it_is_received() -> None:
 @pytest.mark.parametrize(
     "what", [tensors_of_a_collective, a_message_ends_when_it_is_received], ids=lambda f: f.__name__
 )
-def test_collectives(what: Callable[[], None], strict: Strict) -> None:
+def test_collectives(what: Callable[[], None], strict: Pools) -> None:
     strict(2).run(what)

@@ -1,7 +1,6 @@
 """Documents within samples, by the kernel that takes each by itself: that of `flash_attention.py`."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,17 +11,16 @@ from shardwise.config import check_layout
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.masks import AttentionMask, DocumentSizes, DocumentsMask
 from tests.dist import cells
-from tests.dist.cells import Cell, small
+from tests.dist.cells import Cell, cells_of, small
 from tests.dist.test_memory import configuration
 from tests.dist.training import make_config
-from tests.rank_pool import RankPool
-from tests.strict import flash_attention, memory
+from tests.rank_pool import Pools
+from tests.strict import flash_attention, ranks
+from tests.strict.test_memory import WAITS, step
 from tests.strict.test_training import STEPS, compare
-from tests.strict.test_waits import WAITS, step
 from tests.sweeps import few
 from tests.unit.models.test_masks import error, starts
 
-Strict = Callable[..., RankPool]
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__).release < (2, 12), reason="torch's kernel for documents knows no shared keys before 2.12"
 )
@@ -32,6 +30,7 @@ SAMPLES = {
     DocumentSizes(8, 299): [[0, 7, 30], [0, 1], [0, 1, 280]],
     DocumentSizes(303, 299): [[*range(300)], [0, 1], [0]],
 }
+CELLS = small(*cells_of("documents of the strict device"))
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentsMask) -> torch.Tensor:
@@ -65,7 +64,7 @@ def largest_errors(window: int | None, compiles: bool) -> list[float]:
 @pytest.mark.parametrize(
     ("window", "compiles"), few([(5, False), (5, True), (None, True), (1, True), (1000, True)], (5, False))
 )
-def test_attention_is_that_of_a_dense_mask(window: int | None, compiles: bool, strict: Strict) -> None:
+def test_attention_is_that_of_a_dense_mask(window: int | None, compiles: bool, strict: Pools) -> None:
     (errors,) = strict(1).run(largest_errors, window, compiles)
     assert max(errors) <= 2e-6
 
@@ -75,21 +74,15 @@ def trained(cell: Cell) -> tuple[list[float], Counter[str]]:
     return cells.measure(cell, STEPS).losses, flash_attention.calls
 
 
-CELLS = small(
-    Cell("llama", tensor=2, sequence=True, recompute="selective", documents=True),
-    Cell("qwen3", schedule="1f1b", pipeline=2, recompute="full", documents=True),
-)
-
-
 @pytest.mark.parametrize("cell", [CELLS[0], pytest.param(CELLS[1], marks=pytest.mark.slow)], ids=lambda cell: cell.name)
-def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
+def test_losses_are_those_of_the_cpu(cell: Cell, strict: Pools) -> None:
     wanted = cells.measure(cell.alone, STEPS).losses
     for losses, calls in strict(cell.world).run(trained, cell):
         compare(losses, wanted)
         assert calls["forward"] > calls["backward"] > 0, "another kernel attends"
 
 
-def test_ranks_that_read_no_data_wait_for_the_sizes_once_a_step(strict: Strict) -> None:
+def test_ranks_that_read_no_data_wait_for_the_sizes_once_a_step(strict: Pools) -> None:
     documents = {"reset_attention_mask": True, "eod_token": cells.END}
     reader, other = strict(2).run(step, make_config(parallel={"tensor": 2}, data=documents), False)
     for found, waits in ((reader, WAITS), (other, WAITS | {"Feed._share": 1})):
@@ -100,14 +93,13 @@ def test_ranks_that_read_no_data_wait_for_the_sizes_once_a_step(strict: Strict) 
         assert counts == waits
 
 
-def test_a_device_allocates_what_the_estimate_has(strict: Strict) -> None:
+def test_a_device_allocates_what_the_estimate_has(strict: Pools) -> None:
     data = {"reset_position_ids": True, "reset_attention_mask": True, "eod_token": cells.END}
     config = configuration("llama", None, 1, "none", precision={"mode": "mixed"}, data=data, train={"global_batch": 2})
     estimate = expected_memory(config, check_layout(config, 1), accelerator=True)
-    assert estimate is not None
     model = config.known_shapes
     tokens = config.train.micro_batch * config.train.sequence_length
     # This device has no product that adds to a weight's gradient: linear layers keep copies of inputs like this one.
     copies = 2 * model.num_hidden_layers * tokens * model.hidden_size
-    ((_, allocated),) = strict(1).run(memory.step_peak, config)
+    ((_, allocated),) = strict(1).run(ranks.step_peak, config)
     assert (estimate.total + copies) / allocated == pytest.approx(1, abs=2e-3)

@@ -3,18 +3,20 @@
 The allocator of CUDA rounds each block up to 512 bytes, which the estimate leaves out.
 """
 
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from shardwise.config import check_layout
+from shardwise.config import Config, check_layout
 from shardwise.estimates.memory import memory_by_rank
 from shardwise.optim.bucket_layout import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
+from tests.dist.checkpoints import make_trainer
 from tests.dist.test_memory import RECOMPUTE, configuration
-from tests.dist.training import FAMILIES
-from tests.rank_pool import RankPool
-from tests.strict import memory
+from tests.dist.training import FAMILIES, Sections, make_config, named
+from tests.rank_pool import Pools, RankPool
+from tests.strict import device
+from tests.strict.ranks import default_device, step_peak
 
 TOLERANCE = 0.02
 OFTEN = {
@@ -34,16 +36,9 @@ CELLS = [
         for mode in ("float32", "mixed", "bfloat16")
     ]
 ]
+WAITS = {"StepMeters.read": 1}
+"""By the function that makes the host wait."""
 CELLS.append(pytest.param("llama", None, "none", "mixed, bfloat16 moments", id="bfloat16 moments"))
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
-    "DP 2, ZeRO": (2, {}, 1),
-    "DP 2": (2, {}, 0),
-    "TP 2": (2, {"tensor": 2}, 0),
-    "TP 2 + SP": (2, {"tensor": 2, "sequence": True}, 0),
-    "TP 2 + SP gathered again, DP 2, ZeRO": (4, {"tensor": 2, "sequence": True, "sequence_regather": True}, 1),
-    "PP 2": (2, {"pipeline": 2, "schedule": "1f1b"}, 0),
-}
-"""Ranks, the section `parallel` and `optimizer.zero`."""
 
 
 def compare(
@@ -55,10 +50,9 @@ def compare(
     config = configuration(model, dropout, 1, recompute, precision=precision, train=train, **sections)
     layout = check_layout(config, world)
     wanted = memory_by_rank(config, layout, accelerator=True)
-    assert wanted is not None
     # The numbers for stochastic rounding, which do not grow with the model, would make a difference look small.
     constant = 4 * ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if mode == "bfloat16" or rounds else 0
-    for rank, (pipeline_rank, found) in enumerate(ranks.run(memory.step_peak, config)):
+    for rank, (pipeline_rank, found) in enumerate(ranks.run(step_peak, config)):
         estimate = wanted[pipeline_rank].total
         off = (estimate - constant) / (found - constant) - 1
         said = f"rank {rank}: allocated {found:,}, cost has {estimate:,} ({off:+.2%})"
@@ -67,17 +61,49 @@ def compare(
 
 
 @pytest.mark.parametrize(("model", "dropout", "recompute", "mode"), CELLS)
-def test_a_device_allocates_what_cost_has(
-    model: str, dropout: str | None, recompute: str, mode: str, strict: Callable[..., RankPool]
-) -> None:
+def test_a_device_allocates_the_cost(model: str, dropout: str | None, recompute: str, mode: str, strict: Pools) -> None:
     compare(strict(1), 1, model, dropout, recompute, mode)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model", ["llama", "bert"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.slow
-def test_layouts(layout: str, model: str, recompute: str, strict: Callable[..., RankPool]) -> None:
-    world, parallel, zero = LAYOUTS[layout]
+@pytest.mark.parametrize(("world", "parallel", "zero"), named("layouts of memory"))
+def test_layouts(world: int, parallel: dict[str, Any], zero: int, model: str, recompute: str, strict: Pools) -> None:
     sections = {"parallel": parallel, "optimizer": {"zero": zero}}
     compare(strict(world), world, model, None, recompute, "mixed", **sections)
+
+
+def step(config: Config, default: bool) -> device.Counters:
+    """Of the second step, as the first makes the optimizer's state. default: whether this is torch's default device.
+
+    The parts of both steps are measured, as in steps that are logged.
+    """
+    with default_device(default):
+        trainer = make_trainer(config)
+        begin = trainer.meters.clock.begin
+        trainer.meters.clock.begin = lambda **_: begin(measures=True)
+        trainer.step()
+        device.reset_counters()
+        record = trainer.step()
+    found = device.counters()
+    assert record.split["forward"] > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    "default", [pytest.param(False, id=""), pytest.param(True, id="default device", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    named("waits", "invariant dropout, full recompute", "TP 2 and sequence parallelism", "PP 2", "DP 2 with ZeRO-3"),
+)
+def test_waits_of_a_step(world: int, sections: Sections, default: bool, strict: Pools) -> None:
+    """Once on each rank, whatever the number of micro-batches."""
+    for rank, found in enumerate(strict(world).run(step, make_config(**sections), default)):
+        waits = Counter[str]()
+        for (_, line), count in found.waits.items():
+            waits[line.rpartition(" ")[2]] += count
+        assert waits == WAITS, f"rank {rank}: {found.waits}"
+        assert set(found.copies) == {"to device", "to host", "on device"}
+        number, size = found.copies["to host"]
+        assert (number, size) == (1, 12), "a step copies loss and norms to the host, once"

@@ -1,7 +1,6 @@
 """Training on devices that behave as the copy of TorchNeuron's source of 21 April 2026 says (README.md)."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,14 +17,12 @@ from tests.dist import cells
 from tests.dist.cells import Cell, small
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.strict import ranks
 from tests.strict.test_training import STEPS, compare
 
-Strict = Callable[..., RankPool]
 
-
-def test_losses_are_those_of_the_cpu(strict: Strict) -> None:
+def test_losses_are_those_of_the_cpu(strict: Pools) -> None:
     (cell,) = small(Cell("gpt", tensor=2, sequence=True, dropout=True))
     compare(strict(2, "neuron").run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses)
 
@@ -42,7 +39,7 @@ def masks(mode: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["fast", "invariant"])
-def test_recompute_and_replicas_draw_the_same_masks(mode: str, strict: Strict) -> None:
+def test_recompute_and_replicas_draw_the_same_masks(mode: str, strict: Pools) -> None:
     (first, again), (other, _) = strict(2, "neuron").run(masks, mode)
     assert torch.equal(first, again)
     assert torch.equal(first, other)
@@ -63,7 +60,7 @@ def exchanged() -> list[list[float]]:
     return [rows.tolist(), torch.cat(received).tolist(), back.tolist()]
 
 
-def test_runs_of_several_lengths_are_exchanged_by_equal_ones(strict: Strict) -> None:
+def test_runs_of_several_lengths_are_exchanged_by_equal_ones(strict: Pools) -> None:
     first, second = strict(2, "neuron").run(exchanged)
     assert first == [[0.0], [0.0], [0.0, 2.0, 4.0, 6.0]]
     assert second == [[1.0, 2.0, 3.0, 10.0, 11.0], [1.0, 2.0, 3.0, 10.0, 11.0], [20.0, 22.0]]
@@ -79,7 +76,7 @@ def gathered_runs() -> list[float]:
     return collectives.all_to_all(x, world).tolist() + collectives.all_to_all(x, pair).tolist()
 
 
-def test_ranks_without_an_all_to_all_gather_all_runs(strict: Strict) -> None:
+def test_ranks_without_an_all_to_all_gather_all_runs(strict: Pools) -> None:
     for rank, found in enumerate(strict(4, "neuron").run(gathered_runs)):
         first = rank // 2 * 2
         run = 2 * (rank - first)
@@ -104,7 +101,7 @@ CELLS = small(Cell("llama", schedule="1f1b", pipeline=2), Cell("llama", context=
     ],
     ids=["pipeline", "ring"],
 )
-def test_what_needs_messages_is_refused(cell: Cell, text: str, strict: Strict) -> None:
+def test_what_needs_messages_is_refused(cell: Cell, text: str, strict: Pools) -> None:
     for said in strict(2, "neuron").run(refusal, cell):
         assert re.match(text, said), said
 
@@ -127,7 +124,7 @@ def wide_numbers() -> tuple[list[int], list[int], list[int], list[float]]:
     )
 
 
-def test_numbers_of_64_bits_are_reduced_on_the_host(strict: Strict) -> None:
+def test_numbers_of_64_bits_are_reduced_on_the_host(strict: Pools) -> None:
     sums = [3 * WIDE, -2 * WIDE]
     assert strict(2, "neuron").run(wide_numbers) == [([2 * WIDE, -WIDE], sums, sums, [2.0 + 2.0**-39])] * 2
 
@@ -139,7 +136,7 @@ def keeps(device: str) -> Tensor:
     return key.keep(torch.arange(8, device=device), 16, 0.5, Place(0, 0)).cpu()
 
 
-def test_invariant_masks_of_samples_beyond_32_bits(strict: Strict) -> None:
+def test_invariant_masks_of_samples_beyond_32_bits(strict: Pools) -> None:
     assert torch.equal(strict(2, "neuron").run(keeps, "strict")[0], keeps("cpu"))
 
 
@@ -153,7 +150,7 @@ def counted(targets: int) -> dict[str, int]:
     return dict(found.counted)
 
 
-def test_an_evaluation_counts_tokens_beyond_24_bits(strict: Strict) -> None:
+def test_an_evaluation_counts_tokens_beyond_24_bits(strict: Pools) -> None:
     targets = 2**24 + 1
     assert strict(2, "neuron").run(counted, targets) == [{"lm": 4 * targets}] * 2
 
@@ -169,6 +166,6 @@ def facts() -> tuple[bool, torch.dtype, bool, bool, str]:
     )
 
 
-def test_the_device_is_asked_where_it_differs(strict: Strict) -> None:
+def test_the_device_is_asked_where_it_differs(strict: Pools) -> None:
     assert strict(2, "neuron").run(facts) == [(True, torch.float32, False, False, "trn2")] * 2
     assert strict(2).run(facts) == [(False, torch.float64, True, True, "Strict test device")] * 2

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from shardwise.optim.lamb import LAMB
 from shardwise.optim.state_hash import StateSums
 from shardwise.train.step_meters import state_bytes_by_kind
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
-from tests.dist.training import make_config
-from tests.rank_pool import RankPool
+from tests.dist.training import Sections, make_config, named
+from tests.rank_pool import Pools
 
-Strict = Callable[..., RankPool]
 STEPS = 4
 WIDTH = 40
 """No multiple of a bucket's alignment: there are gaps between parameters, and fresh memory there is NaN."""
@@ -85,7 +83,7 @@ def own_loop(stage: int, dtype: torch.dtype, offload: bool) -> tuple[list[float]
         (2, 3, torch.bfloat16),
     ],
 )
-def test_the_host_computes_the_same_updates(world: int, stage: int, dtype: torch.dtype, strict: Strict) -> None:
+def test_the_host_computes_the_same_updates(world: int, stage: int, dtype: torch.dtype, strict: Pools) -> None:
     """With the same kernels to the bit. The norm of parameters is that of the rounded ones, off by 2^-9 at most."""
     for plain, offloaded in zip(
         strict(world).run(own_loop, stage, dtype, False), strict(world).run(own_loop, stage, dtype, True), strict=True
@@ -109,24 +107,8 @@ def train_and_resume(config: Config, root: str) -> tuple[list[float], list[float
     return losses, again, *sums
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [
-        (2, {"optimizer": {"zero": 3}, "precision": {"mode": "mixed"}}),
-        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "model": {"tie_word_embeddings": True}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(4, {"parallel": {"replicate": 2}, "optimizer": {"zero": 2}}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer": {"zero": 0}}, marks=pytest.mark.slow),
-    ],
-    ids=["ZeRO-3, mixed", "TP 2 and sequence parallelism", "PP 2, tied", "ZeRO-2, replicate 2", "ZeRO-0"],
-)
-def test_a_training_is_saved_and_goes_on_the_same(
-    world: int, sections: dict[str, dict[str, Any]], strict: Strict, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("world", "sections"), named("offload", "ZeRO-3, mixed"))
+def test_a_training_is_saved_and_goes_on_alike(world: int, sections: Sections, strict: Pools, tmp_path: Path) -> None:
     config = make_config(**sections)
     offloaded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
     plain = strict(world).run(train_and_resume, config, str(tmp_path / "plain"))
@@ -157,15 +139,13 @@ def bytes_of_training(config: Config) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_estimate_knows_what_is_on_the_host(zero: int, strict: Strict) -> None:
+def test_the_estimate_knows_what_is_on_the_host(zero: int, strict: Pools) -> None:
     config = make_config(precision={"mode": "mixed"}, optimizer={"zero": zero})
     offloaded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
     plain_peak, plain_held, none = strict(2).run(bytes_of_training, config)[0]
     peak, held, on_host = strict(2).run(bytes_of_training, offloaded)[0]
     layout = check_layout(config, 2)
     expected, expected_plain = (expected_memory(each, layout, True) for each in (offloaded, config))
-    assert expected is not None
-    assert expected_plain is not None
     assert none == 0
     assert plain_held - held == pytest.approx(on_host, abs=4096)
     assert on_host <= offloaded_bytes(offloaded, layout, True) <= 3 * on_host, "pinned memory comes in powers of two"
@@ -186,7 +166,7 @@ def refusals() -> list[str]:
     return texts
 
 
-def test_what_the_host_cannot_update_is_refused(strict: Strict) -> None:
+def test_what_the_host_cannot_update_is_refused(strict: Pools) -> None:
     lamb, rounding = strict(1).run(refusals)[0]
     assert "LAMB, which needs whole tensors" in lamb
     assert "random bits" in rounding

@@ -1,6 +1,5 @@
 """New parameters travel behind the next forward pass: no module reads one before it is complete."""
 
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -13,8 +12,8 @@ from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
 from tests.dist.checkpoints import make_trainer
-from tests.dist.training import FAMILIES, MODEL, make_config
-from tests.rank_pool import RankPool
+from tests.dist.training import MODEL, Sections, make_config, named
+from tests.rank_pool import Pools
 
 STEPS = 3
 SIZES = {name: size for name, size in MODEL.items() if name not in ("family", "num_key_value_heads")}
@@ -61,23 +60,8 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
     return losses, late, [p.detach().cpu() for p in trainer.model.parameters()], events
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(
-            2, {"model": {"tie_word_embeddings": True}, "train": {"recompute": "full"}}, marks=pytest.mark.slow
-        ),
-        pytest.param(2, {"model": SIZES | FAMILIES["bert"]}, marks=pytest.mark.slow),
-        pytest.param(2, {"model": SIZES | FAMILIES["gpt_neox"]}, marks=pytest.mark.slow),
-        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
-        (4, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
-    ],
-    ids=["DP 2", "tied, full recompute", "BERT", "GPT-NeoX", "TP 2 and sequence parallelism", "PP 2"],
-)
-def test_gathers_end_before_their_parameters_are_read(
-    world: int, sections: dict[str, dict[str, object]], strict: Callable[..., RankPool]
-) -> None:
+@pytest.mark.parametrize(("world", "sections"), named("gathers", "PP 2"))
+def test_gathers_end_before_parameters_are_read(world: int, sections: Sections, strict: Pools) -> None:
     """While a collective runs, the strict device shows NaN in its tensors."""
     optimizer = {"zero": 1, "bucket_mib": 0.02}
     config = make_config(**{"optimizer": optimizer, **sections})
@@ -93,7 +77,7 @@ def test_gathers_end_before_their_parameters_are_read(
             assert torch.equal(a, b)
 
 
-def test_the_forward_pass_does_not_wait_for_the_counted_targets(strict: Callable[..., RankPool]) -> None:
+def test_the_forward_pass_does_not_wait_for_the_counted_targets(strict: Pools) -> None:
     """They travel on the communicator of the gathers, behind all of them."""
     for *_, events in strict(2).run(steps, make_config(), True):
         assert events.index("counts") >= MODEL["num_hidden_layers"], events
@@ -138,7 +122,7 @@ def events_of_a_step(config: Config) -> tuple[list[tuple[str, int]], list[float]
     return events, *losses
 
 
-def test_weights_and_gradients_travel_behind_the_computation_of_another_block(strict: Callable[..., RankPool]) -> None:
+def test_weights_and_gradients_travel_behind_the_computation_of_another_block(strict: Pools) -> None:
     """Each gather and reduction but the first and the last one has a block's computation before its wait."""
     sizes = {"num_hidden_layers": 6}
     config = make_config(model=sizes, optimizer={"zero": 3, "bucket_mib": 1.0}, train={"global_batch": 4})

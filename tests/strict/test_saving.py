@@ -1,7 +1,6 @@
 """Checkpoints on the strict device: what is saved has arrived on the host, and a resumed training goes on the same."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,16 @@ import torch
 from shardwise.config import Config
 from shardwise_use.generation import TokenSampler, generate_tokens
 from tests.dist.checkpoints import PLACE, canonical_state, load, make_saver, make_trainer, run, save, step_folder
-from tests.dist.test_compiled_training import SIZES
-from tests.dist.training import make_config
-from tests.rank_pool import RankPool
+from tests.dist.training import Sections, make_config, named
+from tests.rank_pool import Pools
 from tests.strict.ranks import default_device
 
-Strict = Callable[..., RankPool]
 BEFORE, AFTER = 2, 2
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision", "others"),
-    [
-        ({"tensor": 2, "sequence": True}, "float32", [{}, {"pipeline": 2, "schedule": "1f1b"}]),
-        pytest.param({}, "mixed", [], marks=pytest.mark.slow),
-    ],
-    ids=["TP 2 and sequence parallelism", "DP 2, mixed"],
-)
+@pytest.mark.parametrize(("layout", "precision", "others"), named("resumes", "TP 2 and sequence parallelism"))
 def test_a_resumed_training_goes_on_the_same(
-    layout: dict[str, object], precision: str, others: list[dict[str, object]], strict: Strict, tmp_path: Path
+    layout: dict[str, object], precision: str, others: list[dict[str, object]], strict: Pools, tmp_path: Path
 ) -> None:
     """Bit by bit at the same layout, and with the same losses at the others."""
     config = make_config(parallel=layout, precision={"mode": precision}, optimizer={"zero": 1})
@@ -71,9 +61,7 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
         pytest.param("lamb", {"pipeline": 2, "schedule": "1f1b"}, id="PP 2"),
     ],
 )
-def test_torchs_default_device_changes_nothing(
-    optimizer: str, layout: dict[str, Any], strict: Strict, tmp_path: Path
-) -> None:
+def test_a_default_device_alters_nothing(optimizer: str, layout: dict[str, Any], strict: Pools, tmp_path: Path) -> None:
     config = make_config(optimizer={"name": optimizer}, parallel=layout)
     wanted, found = (
         strict(layout.get("pipeline", 1)).run(train_save_load, config, str(tmp_path / str(default)), default)
@@ -112,19 +100,8 @@ def save_behind_steps(config: Config, root: str, waits: bool) -> tuple[str | Non
     return saver.finished()[0].problem, state, canonical_state(resumed)
 
 
-@pytest.mark.parametrize(
-    ("world", "sections"),
-    [
-        pytest.param(1, {"precision": {"mode": "mixed"}}, marks=pytest.mark.slow),
-        (2, {"precision": {"mode": "mixed"}, "optimizer": {"zero": 3}}),
-        pytest.param(2, {"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
-        pytest.param(1, {"model": {**SIZES, "family": "gpt", "num_hidden_layers": 6}}, marks=pytest.mark.slow),
-    ],
-    ids=["mixed", "ZeRO-3, mixed", "TP 2", "gpt, whose QKV is put together"],
-)
-def test_copies_run_behind_the_next_step(
-    world: int, sections: dict[str, dict[str, object]], strict: Strict, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("world", "sections"), named("copies", "ZeRO-3, mixed"))
+def test_copies_run_behind_the_next_step(world: int, sections: Sections, strict: Pools, tmp_path: Path) -> None:
     """The next update waits for them on the device: what is saved is the state of the step that was saved."""
     config = make_config(**sections)
     for problem, state, resumed in strict(world).run(save_behind_steps, config, str(tmp_path), True):
@@ -135,6 +112,6 @@ def test_copies_run_behind_the_next_step(
                 assert torch.equal(resumed[kind][name], tensor), f"{kind} of {name}"
 
 
-def test_an_update_that_does_not_wait_for_copies_is_noticed(strict: Strict, tmp_path: Path) -> None:
+def test_an_update_that_does_not_wait_for_copies_is_noticed(strict: Pools, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="changed while its copy to the host was under way"):
         strict(1).run(save_behind_steps, make_config(), str(tmp_path), False)

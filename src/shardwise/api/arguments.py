@@ -22,11 +22,7 @@ def config_problems(config: object) -> list[str]:
 
 
 def require_path(name: str, value: object, requirement: str = "a path or a URL") -> str:
-    """The path or URL that an argument names; `requirement`: what it must be.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The path or URL that an argument of the Python API names; ConfigError: it is not what `requirement` says."""
     path: object = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if isinstance(path, str) and path.strip() and "\0" not in path:
         return path

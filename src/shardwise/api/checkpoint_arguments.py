@@ -33,8 +33,7 @@ from shardwise.train.rank_agreement import require_equal
 _world_meshes: list[Mesh] = []
 """The mesh of the world of the last call without `mesh=`: at most one. Only `mesh_of` reads it."""
 _SHOWN = 4
-_MOST_STEPS = 10**18
-"""No checkpoint is found again whose name has more digits."""
+_MOST_STEPS = 10**18  # no checkpoint is found again whose name has more digits
 
 
 def mesh_of(mesh: Mesh | None) -> Mesh:
@@ -95,9 +94,10 @@ def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> Non
 
 
 def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh) -> None:
-    """Raise ConfigError where stages share a name, or `family` is of another model. Collective over the pipeline.
+    """Raise ConfigError where `save_checkpoint` is given stages that share a name, or `family` of another model.
 
-    A model of the user's own has none: its configuration names a class, which is not called here.
+    Collective over the pipeline. A model of the user's own has no family: its configuration names a class, which is not
+    called here.
     """
     # Both ends of a pipeline have a tied weight under one name; any other name must be of one stage.
     local_names: dict[str, None] = {}
@@ -136,7 +136,6 @@ def require_loadable(model: object, optimizer: object | None, mesh: Mesh) -> Non
 
 
 def _problems(model: object, optimizer: object, mesh: Mesh, *, needs_optimizer: bool = True) -> list[str]:
-    """The reasons why no checkpoint can be made of a model and an optimizer, or loaded into them."""
     problems: list[str] = []
     if not isinstance(model, nn.Module):
         problems.append(f"model ({shown_value(model)}) must be a torch.nn.Module")

@@ -180,7 +180,6 @@ def export_checkpoint(
 
 
 def _checkpoint_location(location: str) -> str:
-    """The path or URL of a checkpoint, or of the newest intact one in a folder of them."""
     folder = weights_folder(location, None)
     if not folder.is_checkpoint:
         raise ConfigError(f"{folder.root} must be a checkpoint of shardwise: it is a folder of weights")

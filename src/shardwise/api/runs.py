@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.api.arguments import config_problems, require_path
-from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
+from shardwise.base.errors import ConfigError, Problems, listing, nearest_name, raise_problems
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_object
 from shardwise.base.registered import optional_library, provided
@@ -241,20 +241,18 @@ def _prepare_output(rank: Rank | None) -> None:
 
 
 def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:
-    problems = Problems()
-    problems.texts += config_problems(config)
+    problems = Problems(config_problems(config))
     with problems:
         if run_dir is not None:
             require_path("run_dir", run_dir, "a folder's path; None names a new one")
     if not isinstance(name, str) or not name or Path(name).name != name:
-        problems.texts.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
-    problems.require_none()
+        problems.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
+    raise_problems(ConfigError, problems)
 
 
 def _with_hooks(
     config: Config, data: Any, loss: Any, optimizer: Any, callbacks: Sequence[Any]
 ) -> tuple[Config, dict[str, object]]:
-    """The configuration with the names of hooks that are given as objects, and the objects by these names."""
     # The configuration holds names alone, so that it can be written to `config.yaml`.
     objects: dict[str, object] = {}
 
@@ -307,5 +305,4 @@ def _numbers(value: Any) -> Any:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no file."""
     return json_object(read_plain(path), str(path)) if path.exists() else None

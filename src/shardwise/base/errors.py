@@ -75,6 +75,18 @@ class LostPeerError(RunError):
     """Another rank has ended while this one waited for it: a consequence of the run's failure, not its cause."""
 
 
+class LaunchError(RunError):
+    """The launched ranks failed; `exit_code` is the one that the rank at fault asked for."""
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class EndedError(LaunchError):
+    """A signal ended the launched ranks at once: steps since the last checkpoint, if any were taken, are not saved."""
+
+
 class StoppedError(ShardwiseError):
     """A run that stopped on request, after it completed a checkpoint (exit code 75); `text` says how to continue it."""
 
@@ -96,7 +108,8 @@ class ConfigError(ShardwiseError, ValueError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         if isinstance(problems, str):
             problems = [problems]
-        self.problems: list[str] = [shown(problem) for problem in problems]
+        # Two checks may find the same.
+        self.problems: list[str] = [shown(problem) for problem in dict.fromkeys(problems)]
         Exception.__init__(self, self.problems)
 
     def __str__(self) -> str:
@@ -105,14 +118,17 @@ class ConfigError(ShardwiseError, ValueError):
         return "\n".join(f"- {problem}" for problem in self.problems)
 
 
-class Problems:
+def raise_problems(error: type[ConfigError], problems: Sequence[str]) -> None:
+    """Raise an error with problems, if there are any."""
+    if problems:
+        raise error(problems)
+
+
+class Problems(list[str]):
     """The problems of checks that do not depend on each other, to be told at once.
 
     Each check is in a `with` block of its own: a ConfigError ends the block, and what follows it goes on.
     """
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
 
     def __enter__(self) -> None:
         pass
@@ -120,14 +136,8 @@ class Problems:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        self.texts += error.problems
+        self.extend(error.problems)
         return True
-
-    def require_none(self, others: Iterable[str] = ()) -> None:
-        """Raise a ConfigError with all problems, and with the others after them, if a check has failed."""
-        if self.texts:
-            # Two checks may find the same.
-            raise ConfigError(list(dict.fromkeys((*self.texts, *others))))
 
 
 class DataError(ConfigError):
@@ -140,7 +150,7 @@ class ArgumentError(ConfigError, TypeError):
 
 @contextmanager
 def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A context in which every ConfigError names what the user gave instead of keys of a recipe."""
+    """A context that rewrites the message of every ConfigError: what the user gave stands in place of each key."""
     try:
         yield
     except ConfigError as error:
@@ -148,7 +158,7 @@ def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """The text of a ConfigError with what the user gave in place of each key of `names`."""
+    """The message of a ConfigError, rewritten with what the user gave in place of each key of `names`."""
     return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
 
 
@@ -160,18 +170,6 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
-
-
-def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The problems, for an error, of counts by name that are no whole numbers of at least 1; numpy's are valid."""
-    # Costly for every command.
-    from numbers import Integral
-
-    return [
-        f"{name} ({value!r}) must be a whole number of at least 1"
-        for name, value in values.items()
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
-    ]
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:

@@ -87,7 +87,6 @@ def _memory_groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, str,
 
 
 def _number(path: Path) -> int | None:
-    """Return the number that a file of the system holds; None where there is no file, or it says `max`."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -143,7 +142,7 @@ def torch_version() -> str:
 
 
 def has_plugin() -> bool:
-    """True if an installed package adds a device to torch, which loads it by itself.
+    """True if this machine has a package installed that adds a device to torch, which loads it by itself.
 
     The files are read here since `importlib.metadata` takes a fifth of a dry run's start-up for them.
     """

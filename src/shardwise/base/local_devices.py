@@ -126,7 +126,6 @@ def _gpu(ask: Callable[..., Any], index: int, handle: Any, links: tuple[str, ...
 
 
 def _nvidia_links(ask: Callable[..., Any], handle: Any, most_links: int) -> tuple[str, ...]:
-    """Count the NVLinks; describe the PCIe link of a GPU without any."""
     count = sum(bool(ask("nvmlDeviceGetNvLinkState", handle, link)) for link in range(most_links))
     if count:
         return (f"{count} NVLink{'s' * (count > 1)}",)
@@ -158,7 +157,6 @@ def _neuron(found_devices: DeviceList, ranks: Owners, program: str, sys_root: Pa
 
 
 def _chip(fields: dict[str, Any], ranks: Owners, sys_root: Path) -> LocalDevice:
-    """Describe a chip of AWS; its driver shows the memory in use of each core below /sys."""
     index = int(fields["neuron_device"])
     driver = sys_root / f"devices/virtual/neuron_device/neuron{index}"
     counts = [_count(path) for path in driver.glob("neuron_core*/stats/memory_usage/device_mem/present")]

@@ -60,7 +60,7 @@ ALIKE = "experts"
 
 
 def names_axis(axis: Axis, degrees: Mapping[str, int]) -> bool:
-    """Return whether texts and files name an axis of a layout with these degrees, by the name of the degree."""
+    """True if texts and files name this axis of a mesh with these degrees, by the name of the degree."""
     return not axis.is_optional or degrees.get(axis.degree, 1) > 1
 
 

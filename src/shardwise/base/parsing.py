@@ -45,7 +45,6 @@ def json_value(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loa
 
 
 def _is_within(value: Any, levels: int) -> bool:
-    """True if a value of JSON has at most so many levels."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):
@@ -236,7 +235,7 @@ _DEEPEST = 20
 
 
 def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a parsed YAML mapping by dotted keys, such as those of a configuration."""
+    """The values of a parsed YAML file by dotted keys: a nested mapping as one level."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:
@@ -244,3 +243,15 @@ def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def count_problems(values: Mapping[str, object]) -> list[str]:
+    """The problems, for an error, of counts by name that are no whole numbers of at least 1; numpy's are valid."""
+    # Costly for every command.
+    from numbers import Integral
+
+    return [
+        f"{name} ({value!r}) must be a whole number of at least 1"
+        for name, value in values.items()
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
+    ]

@@ -105,7 +105,7 @@ def redacted_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Select environment variables that help to understand a run, by name, and redact secrets in their values.
+    """Redact secrets in the values of environment variables, and select those that help to understand a run, by name.
 
     What is not listed here is not recorded, so a secret by any new name is not either. A value may have arguments.
     """
@@ -117,7 +117,6 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _redacted_words(text: str) -> str:
-    """A text as `redacted` shows it; one with secret arguments as `redacted_arguments` does."""
     words = redacted(text).split()
     shown = redacted_arguments(words)
     return redacted(text) if shown == words else " ".join(shown)

@@ -108,7 +108,7 @@ def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int,
 
 
 def box_segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
-    """A whole tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
+    """The boxes of at most `elements` elements that make up a tensor, in order: of whole rows if a row has fewer."""
     total = Box.whole(shape).numel
     row = total // shape[0] if shape and shape[0] else total
     step = max(elements // row, 1) * row if 0 < row <= elements else elements

@@ -62,7 +62,6 @@ def canonical_tensors(
 
 
 def _by_key(model: nn.Module) -> dict[_ParameterKey, tuple[nn.Parameter, Placement]]:
-    """This rank's parameters with their placements, each parameter once."""
     stages = {stage.index: part for stage, part in model.pairs()} if isinstance(model, Stages) else {0: model}
     keys: dict[nn.Parameter, tuple[_ParameterKey, Placement]] = {}
     for index, part in stages.items():
@@ -90,7 +89,6 @@ def _pieces_by_rank(
 
 
 def _assemble(local: Tensor, groups: tuple[Group, ...], pieces_by_rank: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
-    """The canonical tensors of a parameter by their names, from the pieces of each rank of its groups."""
     locals_by_rank = local.unsqueeze(0).contiguous()
     for group in groups:
         locals_by_rank = collectives.all_gather(locals_by_rank, group)

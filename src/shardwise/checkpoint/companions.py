@@ -141,7 +141,6 @@ def resumed_companions(checkpoint: Root, tokenizer: Path | None) -> Companions:
 
 
 def _places(named: str | None, model_file: str | None, weights: Root | None, tokenizer: str | None) -> list[Root]:
-    """The folders and files that may have companions, in the order in which they count."""
     places: list[Root] = []
     if named is not None:
         places.append(companions_folder(named))
@@ -156,7 +155,6 @@ def _places(named: str | None, model_file: str | None, weights: Root | None, tok
 
 
 def _first_fitting(sources: Sequence[FilesBesideWeights], tokenizer: Path | None) -> Companions:
-    """The companions from the first source that fits the data's tokenizer."""
     notes: list[str] = []
     for source in sources:
         # Data of tokens name no tokenizer, so nothing contradicts the source.

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, ShardwiseError, listing
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors, verify_unread
-from shardwise.checkpoint.format.manifest import MODEL, Manifest
+from shardwise.checkpoint.format.manifest import MODEL, Manifest, untiled_tensors
 from shardwise.checkpoint.format.stored_tensors import tensor_mismatches
-from shardwise.checkpoint.format.verify import untiled_tensors
 from shardwise.checkpoint.storage.root import DamageError, Root
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -21,6 +20,7 @@ from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import (
     MASTER,
+    OPTION,
     STEP,
     Number,
     begin_restoring,
@@ -200,7 +200,6 @@ def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
 
 
 def _are_numbers(numbers: object) -> bool:
-    """True if a manifest's value names a number for each state, or one for each canonical tensor."""
     if not isinstance(numbers, dict):
         return False
     try:
@@ -244,11 +243,10 @@ def _optimizer_problems(
 
 
 def _stored_states(manifest: Manifest, states: Sequence[str], names: Sequence[str]) -> set[str]:
-    """The states that a checkpoint holds of any of the canonical tensors: as tensors or as numbers."""
     stored = {state for state in states if not manifest.tensors[state].keys().isdisjoint(names)}
     for state, values in (manifest.optimizer or {}).get("numbers", {}).items():
         is_of_others = isinstance(values, Mapping) and values.keys().isdisjoint(names)
-        if state != STEP and not is_of_others:
+        if state != STEP and not state.startswith(OPTION) and not is_of_others:
             stored.add(state)
     return stored
 

@@ -26,28 +26,11 @@ from torch import Tensor, nn
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions, model_files
-from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem
+from shardwise.checkpoint.format import writing
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem, untiled_tensors
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.verify import untiled_tensors
-from shardwise.checkpoint.format.writing import (
-    MAX_SHARD_BYTES,
-    PieceRows,
-    PlannedFile,
-    PlannedPiece,
-    require_disk_room,
-    state_file,
-    tensor_entries,
-    weight_index,
-    write_small_file,
-)
 from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
-from shardwise.checkpoint.storage.checkpoint_folders import (
-    partial_name,
-    prune_checkpoints,
-    put_checkpoint_in_place,
-    remove_checkpoint,
-    step_name,
-)
+from shardwise.checkpoint.storage import checkpoint_folders
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
@@ -106,7 +89,7 @@ class _PendingSave:
     step: int
     final: Root
     buffer: HostBuffer
-    files: tuple[PlannedFile, ...]
+    files: tuple[writing.PlannedFile, ...]
     numbers: _StateNumbers
     manifest: dict[str, Any]
     started: float
@@ -126,7 +109,7 @@ class _PendingSave:
 @dataclass(frozen=True)
 class _WrittenFiles:
     entries: list[FileEntry]
-    rows: list[tuple[str, PieceRows]]
+    rows: list[tuple[str, writing.PieceRows]]
     numbers: _StateNumbers
 
 
@@ -169,7 +152,7 @@ class Saver:
         base_model: str | None = None,
         buffer_bytes: int | None = None,
         keeping: KeptCheckpoints | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        max_shard_bytes: int = writing.MAX_SHARD_BYTES,
         find_root: Callable[[], None] | None = None,
     ) -> None:
         self.root = root
@@ -210,7 +193,7 @@ class Saver:
             limit = self._buffer_limit(sum(file.size for file in files))
             self._buffer = HostBuffer(self._mesh.device, limit)
         buffer = self._buffer
-        final = self.root / step_name(step)
+        final = self.root / checkpoint_folders.step_name(step)
         pending = _PendingSave(
             step, final, buffer, files, self._state_numbers(), self._manifest(step, progress), started
         )
@@ -267,7 +250,6 @@ class Saver:
         }
 
     def _state_numbers(self) -> _StateNumbers:
-        """The numbers of the state, from one rank of those that have the same tensors."""
         numbers: _StateNumbers = {}
         mesh = self._mesh
         if mesh.tp.rank == 0 and mesh.replicas.rank < mesh.dividing_tensors[0].size:
@@ -277,21 +259,20 @@ class Saver:
                     numbers.setdefault(state, {}).update(dict.fromkeys(names[bucket], value))
         return numbers
 
-    def _planned_files(self, slices: _StateSlices) -> Iterator[PlannedFile]:
-        """This rank's files, in the order in which their bytes are copied."""
+    def _planned_files(self, slices: _StateSlices) -> Iterator[writing.PlannedFile]:
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
-                yield PlannedFile.of(file.name, file.weights)
+                yield writing.PlannedFile.of(file.name, file.weights)
         state_pieces = [
-            PlannedPiece(state, part.piece.name, part.piece.shape, DTYPE_NAMES[flat.dtype], part.box)
+            writing.PlannedPiece(state, part.piece.name, part.piece.shape, DTYPE_NAMES[flat.dtype], part.box)
             for state, parts in slices.items()
             for part, flat in parts
         ]
         if state_pieces:
-            yield PlannedFile.of(state_file(rank), state_pieces)
+            yield writing.PlannedFile.of(writing.state_file(rank), state_pieces)
 
-    def _copy(self, buffer: HostBuffer, slices: _StateSlices, files: Sequence[PlannedFile]) -> None:
+    def _copy(self, buffer: HostBuffer, slices: _StateSlices, files: Sequence[writing.PlannedFile]) -> None:
         """Copy the bytes of `files`, in their order. Collective over the tensor-parallel group."""
         headers = {file.pieces[0].name: file.header for file in files if file.pieces[0].state == MODEL}
         for weight, box, values in self._weights.collect():
@@ -308,7 +289,6 @@ class Saver:
                 buffer.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the manifest that are known before the files are written."""
         config = self._config
         wrapped_class = self._optimizer.optimizer_class.__name__
         name = wrapped_class.lower() if config is None else config.optimizer.name
@@ -322,9 +302,8 @@ class Saver:
         }
 
     def _read_small_files(self, tokenizer: Path | None, companions: Companions | None) -> dict[str, bytes]:
-        """Name → content of the files that `transformers` reads beside the weights."""
         files = self._weights.files
-        index = weight_index({file.name: file.weights for file in files})
+        index = writing.weight_index({file.name: file.weights for file in files})
         if self._config is None:
             return index
         dtype = TORCH_DTYPES[files[0].weights[0].dtype]
@@ -366,7 +345,9 @@ class Saver:
         # Old checkpoints go only now that the new one is complete.
         try:
             if problem is None:
-                removed = prune_checkpoints(self.root, self._lengths, self._keeping.last, self._keeping.every)
+                removed = checkpoint_folders.prune_checkpoints(
+                    self.root, self._lengths, self._keeping.last, self._keeping.every
+                )
                 return replace(saved, removed=tuple(removed))
             # A save with a manifest lacks only its name, which a resume gives it.
             if not (staging / MANIFEST).exists():
@@ -377,7 +358,6 @@ class Saver:
         return saved
 
     def _reason(self, error: Exception) -> str:
-        """The text of an error that all ranks report: one that is not for users has its rank and type."""
         if isinstance(error, ShardwiseError):
             return str(error)
         return f"rank {self._group.rank}: {type(error).__name__}: {error}"
@@ -389,7 +369,8 @@ class Saver:
             # A place without an answer fails the save a moment later, on all ranks together.
             with contextlib.suppress(StoreError):
                 is_final = not (final / MANIFEST).exists()
-        return final if collectives.broadcast_object(is_final, self._group) else self.root / partial_name(step)
+        is_final = collectives.broadcast_object(is_final, self._group)
+        return final if is_final else self.root / checkpoint_folders.partial_name(step)
 
     def _together(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank. Return why it failed on any, the same text on all, or None."""
@@ -414,11 +395,11 @@ class Saver:
         if self._group.rank == 0:
             if self._find_root is not None:
                 self._find_root()
-            remove_checkpoint(staging)
+            checkpoint_folders.remove_checkpoint(staging)
             staging.make()
             (staging / "optimizer").make()
             advice = "make room, or lower checkpoint.keep"
-            require_disk_room(self.root, needed, f"the checkpoint of step {pending.step}", advice)
+            writing.require_disk_room(self.root, needed, f"the checkpoint of step {pending.step}", advice)
 
     def _write_files(
         self, staging: Root, pending: _PendingSave, problem: str | None
@@ -449,12 +430,12 @@ class Saver:
             return
         entries = [entry for files in gathered for entry in files.entries]
         _require_visible(staging, entries)
-        tensors = tensor_entries(entries, [rows for files in gathered for rows in files.rows])
+        tensors = writing.tensor_entries(entries, [rows for files in gathered for rows in files.rows])
         small_files = dict(self._small_files)
         if self._config is not None:
             manifest = Manifest(**pending.manifest, files=(), tensors=tensors)
             small_files[MODEL_CARD] = model_card(manifest, self._base_model)
-        entries += [write_small_file(staging, name, data) for name, data in small_files.items()]
+        entries += [writing.write_small_file(staging, name, data) for name, data in small_files.items()]
         # From the tensors of all ranks: this one may have nothing to train, and so no state.
         pending.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
         pending.manifest["optimizer"]["numbers"] = _joined([files.numbers for files in gathered])
@@ -469,7 +450,7 @@ class Saver:
             # The names of files are on the disk before the folder gets its own, and that one before the save is done.
             for folder in (staging / "optimizer", staging):
                 folder.sync()
-            put_checkpoint_in_place(staging, pending.final)
+            checkpoint_folders.put_checkpoint_in_place(staging, pending.final)
             self.root.sync()
         # `prune_checkpoints` compares the files of the checkpoints that stay with these lengths.
         self._lengths[pending.step] = {entry.path: entry.bytes for entry in entries}
@@ -492,7 +473,6 @@ def _joined(numbers_by_rank: Sequence[_StateNumbers]) -> dict[str, Number | dict
 
 
 def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
-    """Raise StoreError where a file is missing here, because another rank wrote it to a disk of its own."""
     missing = [entry.path for entry in entries]
     deadline = time.monotonic() + _SEEN_WITHIN_SECONDS
     # A network file system shows the files of other machines after a while.
@@ -508,8 +488,9 @@ def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
         )
 
 
-def _write_stream(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
-    """Cut a stream of bytes into files."""
+def _write_stream(
+    folder: Root, files: Sequence[writing.PlannedFile], blocks: Iterator[memoryview]
+) -> Iterator[FileEntry]:
     # A block may hold the end of a file and the beginning of the next one.
     block = memoryview(b"")
     for file in files:

@@ -160,19 +160,16 @@ class WeightPlan:
         return values
 
     def _overlaps(self, rank: int, segment: _WeightRows) -> list[tuple[Box, Box]]:
-        """The boxes of a rank that share elements with a segment, each with the shared part."""
         boxes = self._boxes[rank].get(segment.weight.name, [])
         return [(box, part) for box in boxes if (part := box.intersect(segment.box)) is not None]
 
     def _local_parts(self, segment: _WeightRows | None) -> list[Tensor]:
-        """Views of the parts of a segment that this rank holds; none without a segment."""
         if segment is None:
             return []
         overlaps = self._overlaps(self._ranks.rank, segment)
         return [self._local[segment.weight.name, box][part.relative_to(box).slices] for box, part in overlaps]
 
     def _slots(self, segment: _WeightRows | None, values: Tensor, rank: int) -> list[Tensor]:
-        """Views into the values of a segment, to which the parts of a rank belong."""
         if segment is None:
             return []
         return [values[part.relative_to(segment.box).slices] for _, part in self._overlaps(rank, segment)]

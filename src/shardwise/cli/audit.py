@@ -32,13 +32,8 @@ from shardwise.verify.replay import ReplayComparison, ReplayedStretch
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/latest")
     add_overrides(parser, "parallel.tensor=2", "run")
-    parser.add_argument(
-        "--from",
-        dest="first",
-        metavar="STEP",
-        type=int,
-        help="step of a checkpoint, or 0 (default: the newest checkpoint with a recorded step after it)",
-    )
+    from_help = "step of a checkpoint, or 0 (default: the newest checkpoint with a recorded step after it)"
+    parser.add_argument("--from", dest="first", metavar="STEP", type=int, help=from_help)
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="last step (default: the last recorded)")
     parser.add_argument(
         "--nproc", metavar="N", type=count, help="number of local ranks (default: as many as the run had)"

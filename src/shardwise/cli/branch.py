@@ -38,8 +38,7 @@ from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_co
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.manifest import Manifest
 
-_NEAREST = 4
-"""Steps with a checkpoint that a message names, if there are more."""
+_NEAREST = 4  # steps with a checkpoint that a message names, if there are more
 _CHANGEABLE = ("data.mixture", "data.stages")
 """Keys that a run may not change, and a branch may: what was read before its step must stay."""
 
@@ -112,7 +111,6 @@ def _parse_parent(text: str) -> tuple[Path, str | None]:
 
 
 def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Manifest:
-    """Return the manifest of an intact checkpoint; ConfigError if there is none, or it is damaged."""
     try:
         present = checkpoint_steps(root)
         if not present:
@@ -133,7 +131,6 @@ def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Ma
 
 
 def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:
-    """Return the configuration of the branch; ConfigError for a wrong override, or without a step to train."""
     values = parent.recorded()
     # These belong to the parent: its place, its end, and a return to one of its steps.
     values["checkpoint"] |= {"path": None, "resume": "auto"}
@@ -152,7 +149,6 @@ def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:
 
 
 def _new_folder(path: Path | None, parent: RunDirectory, step: int) -> RunDirectory:
-    """Make the folder of the branch, which must hold nothing."""
     folder = RunDirectory(path or new_run_path(f"{parent.path.resolve().name}-{step}"))
     folder.require_folder()
     if folder.path.is_dir() and any(folder.path.iterdir()):

@@ -23,7 +23,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import cache_root, reason_of, require_replaceable
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.base.parsing import whole_number
-from shardwise.base.progress import progress
+from shardwise.base.terminal import progress
 from shardwise.cli import output
 from shardwise.cli.help import add_overrides, add_recipe, count
 from shardwise.config import Config, Layout, check_layout, load_config, size_stages_of
@@ -34,33 +34,22 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_recipe(parser, is_required=False)
     add_overrides(parser, "parallel.tensor=8")
-    parser.add_argument(
-        "--cache-dir", metavar="DIR", type=Path, help="folder of graphs, instead of the recipe's compile.cache_dir"
+    add("--cache-dir", metavar="DIR", type=Path, help="folder of graphs, instead of the recipe's compile.cache_dir")
+    add("--workers", metavar="N", type=count, help="graphs that are compiled at once (default: one per processor core)")
+    threads_help = (
+        "threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)"
     )
-    parser.add_argument(
-        "--workers", metavar="N", type=count, help="graphs that are compiled at once (default: one per processor core)"
-    )
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=count,
-        help="threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)",
-    )
-    parser.add_argument("--nproc", metavar="N", type=count, help="ranks of the training on one machine, as for `train`")
-    parser.add_argument(
-        "--device", metavar="KIND", help="kind of device, such as cpu or cuda (default: this machine's)"
-    )
-    parser.add_argument(
-        "--capture-only", action="store_true", help="trace all graphs, from tensors without data, and compile none"
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="show the graphs in the cache; without RECIPE nothing is compiled"
-    )
-    parser.add_argument("--clean", action="store_true", help="remove all graphs from the cache, and compile nothing")
-    parser.add_argument("--export", metavar="FILE", type=Path, help="write the cache into one file, after compiling")
-    parser.add_argument("--import", metavar="FILE", type=Path, dest="imported", help="add the graphs of such a file")
+    add("--threads", metavar="N", type=count, help=threads_help)
+    add("--nproc", metavar="N", type=count, help="ranks of the training on one machine, as for `train`")
+    add("--device", metavar="KIND", help="kind of device, such as cpu or cuda (default: this machine's)")
+    add("--capture-only", action="store_true", help="trace all graphs, from tensors without data, and compile none")
+    add("--list", action="store_true", help="show the graphs in the cache; without RECIPE nothing is compiled")
+    add("--clean", action="store_true", help="remove all graphs from the cache, and compile nothing")
+    add("--export", metavar="FILE", type=Path, help="write the cache into one file, after compiling")
+    add("--import", metavar="FILE", type=Path, dest="imported", help="add the graphs of such a file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -195,7 +184,6 @@ def _result(outcome: GraphOutcome) -> str:
 
 
 def _threads(config: Config, layout: Layout, device: str) -> int:
-    """The threads that `train` would give to each rank on this machine."""
     if config.is_bit_equal and device == "cpu":
         return config.train.threads
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])

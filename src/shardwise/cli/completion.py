@@ -14,8 +14,7 @@ from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.recipe_files import recipe_names
 
 SHELLS = ("bash", "zsh", "fish")
-_FOLDERS = ("DIR", "RUN", "A", "B")
-"""Names of arguments that are folders, or mostly so."""
+_FOLDERS = ("DIR", "RUN", "A", "B")  # names of arguments that are folders, or mostly so
 
 
 _BASH = """
@@ -74,7 +73,6 @@ def _add_command(
 
 
 def _set_candidates(actions: Iterable[argparse.Action], shtab: ModuleType) -> None:
-    """Set what completes each argument: recipes, keys, folders or files."""
     recipes = " ".join(recipe_names())
     keys = " ".join(f"{path}=" for path in known_paths() if "." in path)
     preamble = {"bash": _BASH.format(recipes=recipes, keys=keys), "zsh": _ZSH.format(recipes=recipes, keys=keys)}

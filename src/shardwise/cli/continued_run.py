@@ -13,11 +13,9 @@ from shardwise.optim.learning_rate import moved_end_text
 from shardwise.runs.folder import RunDirectory, check_place
 from shardwise.runs.layout_spans import layout_spans, short_layout
 
-_Rows = list[tuple[str, str]]
 
-
-def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> tuple[_Rows, list[str]]:
-    """Rows on the run in the folder, none if it holds none, and the reasons why it could not be continued."""
+def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """Rows of a dry run on the run in its folder, none without one, and the reasons why it could not be continued."""
     directory = RunDirectory(run_path)
     try:
         directory.require_folder()
@@ -37,7 +35,10 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
             begin = f"after step {checkpoint.step:,}, from {checkpoint.folder}"
         rows = [("continues", f"{run_path} {begin}")]
         if layout is not None:
-            rows += _layout_rows(layout, directory)
+            spans = layout_spans(directory.events("start", "resume"))
+            text = short_layout(layout.facts())
+            # The number of ranks is no key.
+            rows += [("  layout", f"{spans[-1].layout} → {text}")] if spans and spans[-1].layout != text else []
     except ConfigError as error:
         return [], error.problems
     except StoreError as error:
@@ -52,10 +53,3 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         if moved_end is not None:
             rows.append(("  schedule", moved_end))
     return rows, []
-
-
-def _layout_rows(layout: Layout, directory: RunDirectory) -> _Rows:
-    """The layout of the last start and that of the next one, if they differ: the number of ranks is no key."""
-    spans = layout_spans(directory.events("start", "resume"))
-    text = short_layout(layout.facts())
-    return [("  layout", f"{spans[-1].layout} → {text}")] if spans and spans[-1].layout != text else []

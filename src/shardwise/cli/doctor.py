@@ -63,7 +63,6 @@ def _plain(text: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """The environment variables that a bug report needs."""
     # RANK_PROCESS is of this package's own making, and different in every process.
     variables = recorded_variables({name: value for name, value in os.environ.items() if name != RANK_PROCESS})
     return {name: _plain(value) for name, value in variables.items()}
@@ -81,7 +80,6 @@ def _print(checks: Sequence[machine_checks.Check], counts: dict[str, int], versi
 
 
 def _lines(checks: Sequence[machine_checks.Check]) -> Iterator[str]:
-    """A line of each check, and below it how to mend it."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         first, *further_lines = check.found.splitlines() or [""]

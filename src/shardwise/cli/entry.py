@@ -21,18 +21,12 @@ from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = [name for group in COMMAND_GROUPS.values() for name in group]
 _HELP = ("-h", "--help")
-_INTERNAL = ("supervise", "converse")
-"""Commands that only a job's script or another command calls."""
-_JOINING = (["train"], ["evaluate"], ["generate"])
-"""Commands whose ranks srun or mpirun can start."""
+_INTERNAL = ("supervise", "converse")  # commands that only a job's script or another command calls
+_JOINING = (["train"], ["evaluate"], ["generate"])  # commands whose ranks srun or mpirun can start
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong with the arguments instead of printing it from every rank.
-
-    Attributes:
-        keys: keys that the command reads as `key=value`; None for all.
-    """
+    """Raises what is wrong with the arguments instead of printing it; `keys`: those of the command, None for all."""
 
     arguments: Sequence[str] = ()
     keys: Sequence[str] | None = None
@@ -137,7 +131,6 @@ def _corrected(arguments: list[str]) -> str:
 
 
 def _resolved(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
-    """The name and the module of a command, or of its action where one is named, and the arguments behind it."""
     name, *further = arguments
     module = imported(module_of(name))
     if further and further[0] in getattr(module, "ACTIONS", ()):
@@ -173,7 +166,6 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser(name: str, module: ModuleType) -> _Parser:
-    """The parser of a command, or of an action such as `data prepare`."""
     parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = HelpFormatter
     parser.keys = getattr(module, "KEYS", None)
@@ -182,7 +174,6 @@ def _parser(name: str, module: ModuleType) -> _Parser:
 
 
 def _without_command(arguments: list[str]) -> int:
-    """Answer a command line that names no command, or a wrong one."""
     first = arguments[0] if arguments else "--help"
     if first == "--version":
         output.line(f"shardwise {__version__}")
@@ -203,7 +194,6 @@ def _without_command(arguments: list[str]) -> int:
 
 
 def _without_action(name: str, package: ModuleType, arguments: list[str]) -> int:
-    """Answer a command line whose command has actions and that names none of them, or a wrong one."""
     if not arguments or arguments[0] in _HELP:
         output.raw(help_of_actions(name, package.__doc__ or "", package.ACTIONS))
         return 0

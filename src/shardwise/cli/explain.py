@@ -17,8 +17,7 @@ from shardwise.base.terminal import width_of_prose, wrap_words
 from shardwise.cli import output
 from shardwise.cli.help import add_json
 
-_PAGES = Path(__file__).parent / "troubleshooting"
-"""Links to docs/troubleshooting; in a wheel, the files themselves."""
+_PAGES = Path(__file__).parent / "troubleshooting"  # links to docs/troubleshooting; in a wheel, the files themselves
 _ENTRY = r"(?ms)^### (\S+)\n+> (.+?)\n\n.*?^\*\*Cause\.\*\* (.+?)^\*\*Fix\.\*\* (.+?)(?=^#|^Next:|\Z)"
 _LINK = r"\[([^\]]+)\]\([^)]*\)"
 
@@ -77,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _entry_of(name: str, known: Mapping[str, _Entry]) -> _Entry:
-    """The entry of a name, or of a message that someone pasted; ConfigError if there is none."""
     plain = name.rpartition("#")[2]
     if plain in known:
         return known[plain]

@@ -90,7 +90,6 @@ def help_of_actions(command: str, description: str, actions: Mapping[str, str]) 
 
 
 def _listed(usage: str, description: str, groups: Mapping[str, Mapping[str, str]], end: str) -> str:
-    """A help text of named groups of words with their summaries."""
     width = width_of_prose()
     column = max(len(name) for group in groups.values() for name in group) + 4
     parts = [f"usage: {usage}", _filled(description.strip(), width)]

@@ -66,7 +66,7 @@ def table(
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         fields = [row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths)]
-        raw(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip())
+        raw(fit_to_terminal(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip(), sys.stdout))
 
 
 def write_new(path: Path, text: str, option: str) -> None:

@@ -36,12 +36,8 @@ _NEEDED = {
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="a shipped recipe")
     add_overrides(parser, "train.steps=100, with --from")
-    parser.add_argument(
-        "--from",
-        metavar="FILE",
-        dest="source",
-        help="make a recipe of another program's file; PATH.py:NAME of one config of several",
-    )
+    from_help = "make a recipe of another program's file; PATH.py:NAME of one config of several"
+    parser.add_argument("--from", metavar="FILE", dest="source", help=from_help)
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe to FILE, which must not exist yet")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors")
     add_json(parser, ", of the list or of NAME")
@@ -91,12 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _summary(name: str, text: str) -> str:
-    """The first line of the recipe's opening comment."""
     return text.partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()
 
 
 def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
-    """Print what a file of another program becomes, and print or write the recipe."""
     # Costly to import, for this option alone.
     from shardwise.config.other_names import PROGRAMS
     from shardwise.config.translation import setting_text

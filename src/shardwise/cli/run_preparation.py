@@ -25,17 +25,11 @@ from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
 
 @dataclass(frozen=True)
 class PreparedFolder:
-    """The folder of a run that a command is about to start.
+    """The folder of a run that a command is about to start."""
 
-    Attributes:
-        path: the folder; None where a rank other than 0 does not know it yet.
-        is_new: True if this start has made it.
-        latest: folder to which `runs/latest` led before; None if there was none.
-    """
-
-    path: Path | None
-    is_new: bool = False
-    latest: Path | None = None
+    path: Path | None  # the folder; None where a rank other than 0 does not know it yet
+    is_new: bool = False  # True if this start has made it
+    latest: Path | None = None  # folder to which `runs/latest` led before; None if there was none
 
     def remove_refused(self) -> None:
         """Leave nothing of a first start that was refused before its first step."""

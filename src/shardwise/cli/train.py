@@ -14,18 +14,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError, Problems
+from shardwise.base.errors import ConfigError, EndedError, Problems, raise_problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import imported, provided
+from shardwise.base.terminal import fit_to_terminal
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
-from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import (
     Config,
     Layout,
@@ -40,6 +41,7 @@ from shardwise.config import (
     require_data,
     size_stages_of,
 )
+from shardwise.config.recipe_files import is_model_recipe
 from shardwise.launch import rank_output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory, run_folder
@@ -58,27 +60,14 @@ _COMPILER = ("torch._dynamo.aot_compile", "torch._inductor.compile_fx", "torch.u
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        nargs="?",
-        help=f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)",
-    )
+    recipe_help = f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)"
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_help)
     add_overrides(parser, "train.steps=100")
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        type=run_folder,
-        help="the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
-    )
-    parser.add_argument(
-        "--change",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="a key, such as data.stages, that may differ from the run that is continued; may be repeated",
-    )
+    run_dir_help = "the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)"
+    parser.add_argument("--run-dir", metavar="DIR", type=run_folder, help=run_dir_help)
+    change_help = "a key, such as data.stages, that may differ from the run that is continued; may be repeated"
+    parser.add_argument("--change", metavar="KEY", action="append", default=[], help=change_help)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -89,11 +78,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
     )
-    parser.add_argument(
-        "--device",
-        metavar="DEVICE[:N]",
-        help="with --dry-run: size for this device, which this machine need not have, with N devices on a node",
-    )
+    device_help = "with --dry-run: size for this device, which this machine need not have, with N devices on a node"
+    parser.add_argument("--device", metavar="DEVICE[:N]", help=device_help)
     parser.add_argument(
         "--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)"
     )
@@ -177,7 +163,6 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) -> Cluster | None:
-    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`."""
     if arguments.full and not arguments.dry_run:
         raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     if arguments.json and not arguments.dry_run:
@@ -243,7 +228,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
 
         continued, reasons = continuation_rows(chosen, layout, run_path)
         input_problems += reasons
-    problems.require_none(input_problems)
+    if problems:
+        raise ConfigError([*problems, *input_problems])
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
@@ -265,17 +251,15 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         counts=counts,
         as_json=arguments.json,
     )
-    output.raw(output.text(text))
-    if input_problems:
-        raise ConfigError(input_problems)
+    output.raw(output.text(text) if arguments.json else fit_to_terminal(output.text(text), sys.stdout))
+    raise_problems(ConfigError, input_problems)
     return 0
 
 
 def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, Config, _Rows]:
-    """The counts of a user's own model, the configuration for formulas, and the rows, with one if nothing is told."""
     if not config.model.is_own:
         return None, config, rows
-    from shardwise.estimates.memory import memory_stand_in
+    from shardwise.estimates.memory import config_for_memory_estimate
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
     accelerator = _has_accelerator(cluster)
@@ -283,7 +267,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
         counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return counts, memory_stand_in(config, counts, accelerator), rows
+    return counts, config_for_memory_estimate(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -291,7 +275,6 @@ def _has_accelerator(cluster: Cluster | None) -> bool:
 
 
 def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
-    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says."""
     if matmul is None:
         return
     if cluster is not None:
@@ -342,7 +325,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
 
 
 def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) -> tuple[_Rows, list[str]]:
-    """Rows for the user on the files that a run would read, and problems of those that it could not read."""
+    """Rows of a dry run or a submission on the files that the run would read, and problems of what it cannot read."""
     rows: _Rows = []
     problems = Problems()
     load = config.checkpoint.load
@@ -352,7 +335,7 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
         # A shipped recipe itself names the weights of an earlier run.
         weight_rows = [("weights", f"{load}: not there yet; the run that saves it comes first")]
     elif load is not None:
-        config, weight_rows, problems.texts = _glance_at_weights(load, config, run_path)
+        config, weight_rows, problems = _glance_at_weights(load, config, run_path)
     is_built_in = config.data.is_built_in and config.hooks.data is None
     has_tokenizer = config.data.tokenizer is None and load is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
@@ -368,13 +351,13 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
 
         glanced = preview_data(config)
         rows += glanced.rows
-        problems.texts = [*glanced.problems, *problems.texts]
+        problems[:0] = glanced.problems
     if config.evaluation.sets or config.evaluation.tasks_every:
         from shardwise.data.preview import preview_evaluation
 
         glanced = preview_evaluation(config)
         rows += glanced.rows
-        problems.texts += glanced.problems
+        problems += glanced.problems
     if config.log.trackers:
         from shardwise.train.experiment_trackers import require_trackers
 
@@ -389,10 +372,10 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
 
         with problems:
             rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
-    return [*rows, *weight_rows], problems.texts
+    return [*rows, *weight_rows], problems
 
 
-def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tuple[Config, _Rows, list[str]]:
+def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tuple[Config, _Rows, Problems]:
     """`config` with the tokenizer of the weights that a run would load; rows on them; and problems of loading.
 
     Rows tell the changes of their model by the recipe. A run that continues loads none.
@@ -408,22 +391,22 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
     with problems:
         try:
             if (continued := continued_checkpoint(config.checkpoint, run_path)) is not None:
-                return with_loaded_tokenizer(config, continued), rows, []
+                return with_loaded_tokenizer(config, continued), rows, problems
             text, folder = loaded_weights_text(load, config.checkpoint.revision)
             rows.append(("weights", text))
             if folder is None:
                 revision = config.checkpoint.revision
-                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
+                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, problems
             difference = model_differences(config.model, folder)
             rows += [("  changed", change) for change in difference.changes]
-            problems.texts += difference.problems
+            problems += difference.problems
             tokenizer = config.data.tokenizer
             warning = other_tokenizer_text(folder, None if tokenizer is None else user_path(tokenizer))
             rows += [] if warning is None else [("warning", warning)]
             config = with_loaded_tokenizer(config, folder)
         except StoreError as error:
-            problems.texts.append(f"checkpoint.load: {error}")
-    return config, rows, problems.texts
+            problems.append(f"checkpoint.load: {error}")
+    return config, rows, problems
 
 
 def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int:
@@ -508,7 +491,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
-    from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
+    from shardwise.launch.local import TRAINING, agent_ahead, launch
     from shardwise.runs.events import newest_checkpoint_text
 
     notices.set_up(config.log.notify)
@@ -521,3 +504,18 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     except EndedError as error:
         raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0
+
+
+def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
+    """The configuration; of a model, with a line for the user on what is taken of it and on the defaults.
+
+    A rank opens a hub id from the cache, which the process that launched it has filled.
+    """
+    launched = is_launched()
+    config = load_config(recipe, overrides, cached=launched)
+    place = joined()
+    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
+        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
+
+        output.progress(model_recipe_remark(recipe, config))
+    return config

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base import hardware, units
-from shardwise.base.errors import ConfigError, listing
-from shardwise.base.progress import progress
+from shardwise.base.errors import ConfigError, EndedError, listing
 from shardwise.base.registered import imported
+from shardwise.base.terminal import progress
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
-from shardwise.cli.recipe_argument import load_recipe
+from shardwise.cli.train import load_recipe
 from shardwise.config import BITWISE, Config, ModelConfig, recipe_name
 from shardwise.launch.environment import joined
-from shardwise.launch.local import EndedError, agent_ahead
+from shardwise.launch.local import agent_ahead
 from shardwise.verify import layouts, miniature
 from shardwise.verify.tolerance import Tolerance
 
@@ -50,33 +50,16 @@ _IMPORTS = ("shardwise.verify.verification", "shardwise.pipeline.schedule")
 def configure(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add_overrides(parser, "precision.mode=float32")
-    parser.add_argument(
-        "--layouts",
-        metavar="KEY=VALUE",
-        nargs="+",
-        default=[],
-        help=f"which layouts: `all`, or values of {listing(layouts.AXES, 'or')}",
+    layouts_help = f"which layouts: `all`, or values of {listing(layouts.AXES, 'or')}"
+    parser.add_argument("--layouts", metavar="KEY=VALUE", nargs="+", default=[], help=layouts_help)
+    devices_help = (
+        "cpu, accelerator or both (default: all that this machine has); one process on the first is the reference"
     )
-    parser.add_argument(
-        "--devices",
-        metavar="DEVICE",
-        nargs="+",
-        choices=("cpu", "accelerator"),
-        help="cpu, accelerator or both (default: all that this machine has); one process on the first is the reference",
-    )
-    parser.add_argument(
-        "--nproc",
-        metavar="N",
-        type=count,
-        help=f"ranks of each layout (default: one per accelerator, and {_CPU_RANKS} on CPU)",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        default=4,
-        help="steps of each training, half of them from a checkpoint; default: 4",
-    )
+    parser.add_argument("--devices", metavar="DEVICE", nargs="+", choices=("cpu", "accelerator"), help=devices_help)
+    nproc_help = f"ranks of each layout (default: one per accelerator, and {_CPU_RANKS} on CPU)"
+    parser.add_argument("--nproc", metavar="N", type=count, help=nproc_help)
+    steps_help = "steps of each training, half of them from a checkpoint; default: 4"
+    parser.add_argument("--steps", metavar="N", type=int, default=4, help=steps_help)
     parser.add_argument(
         "--bits",
         action="store_true",
@@ -125,7 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
-    """The number of ranks on each device: `cpu`, or the accelerators' kind."""
     kind, count = hardware.accelerators()
     if named is not None and "accelerator" in named and not count:
         raise ConfigError("--devices accelerator: there is none on this machine that torch can use; leave it out")
@@ -172,8 +154,6 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Verified:
-    """A verification with the recipe that it verified."""
-
     name: str
     config: Config
     result: verification.Verification
@@ -228,7 +208,6 @@ class _Verified:
         )
 
     def _fields(self, device: str) -> list[tuple[str, str]]:
-        """The facts of the training and of the comparison; `device`: that of the reference."""
         train = self.config.train
         losses = self.result.losses
         tolerance = Tolerance.of(self.config)

@@ -67,7 +67,6 @@ def problems_of_arguments(
 
 
 def _known_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of the recipe that a command line names first, by the keys; empty without one."""
     recipe = next((word for word in arguments if not word.startswith("-") and "=" not in word), "")
     try:
         sections = parse_yaml(recipe_text(recipe), recipe)
@@ -157,7 +156,6 @@ def _asked(name: str, value: str) -> tuple[str, str]:
 def _unknown_option(
     parser: argparse.ArgumentParser, name: str, value: str, keys: Collection[str] | None, family: str
 ) -> str:
-    """The sentence on an option: what replaces it, or the keys and options that were most likely meant."""
     if text := removed_text(f"{parser.prog.removeprefix('shardwise ')} {name}"):
         return text
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
@@ -179,7 +177,6 @@ def _unknown_option(
 
 
 def _valid_keys(keys: Collection[str] | None, family: str = "") -> list[str]:
-    """All keys of recipes, or those that a command reads; those of a model as its family has them."""
     known = [path for path in known_paths(family if ":" not in family else "") if "." in path]
     if keys is None:
         return known

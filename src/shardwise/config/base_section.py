@@ -93,14 +93,12 @@ class Section(BaseModel):
 
 
 def _choices(annotation: Any) -> dict[str, str]:
-    """The texts of the Literals in an annotation, by themselves in lower case."""
     if get_origin(annotation) is Literal:
         return {choice.lower(): choice for choice in get_args(annotation) if isinstance(choice, str)}
     return {name: choice for inner in get_args(annotation) for name, choice in _choices(inner).items()}
 
 
 def _chosen(value: Any, choices: Mapping[str, str]) -> Any:
-    """A value, or those in a list, as the choice that differs in capitals alone."""
     if isinstance(value, list | tuple):
         return type(value)(_chosen(inner, choices) for inner in value)
     return choices.get(value.lower(), value) if isinstance(value, str) else value
@@ -170,7 +168,6 @@ def broken_rules(table: RuleTable, values: Any, section: str = "") -> list[str]:
 
 
 def _yaml_text(value: object) -> str:
-    """A value as YAML has it; of a mapping the names."""
     if isinstance(value, Mapping):
         return listing(value)
     if value is None or isinstance(value, bool):

@@ -171,7 +171,7 @@ class SourceConfig(Section):
 
 
 def names_chat(values: Mapping[str, Any]) -> bool:
-    """True if these keys of the section `data` name conversations."""
+    """True if these unchecked keys of the section `data` of a recipe name conversations."""
     is_dataset = values.get("path") is None and values.get("blend") is None
     name = values.get("dataset")
     # The values are not checked yet: a name may be of any type.
@@ -180,7 +180,6 @@ def names_chat(values: Mapping[str, Any]) -> bool:
 
 
 def _sections_in(mixture: Any) -> list[dict[str, Any]]:
-    """The sources of a mixture that may be sections; any others are refused later."""
     if not isinstance(mixture, dict):
         return []
     return [
@@ -229,7 +228,6 @@ class StageConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The keys that are set: the others are as before."""
         return {key: value for key, value in write(self).items() if value}
 
     @property
@@ -364,7 +362,6 @@ class DataConfig(SourceConfig):
         return self
 
     def _mixture_problems(self) -> list[str]:
-        """The problems of the mixture, and those of each source as it would be read alone."""
         problems = self._stage_problems()
         if not self.mixture:
             return problems

@@ -10,36 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
-from shardwise.config.families import (
-    AttentionBias,
-    FamilyConfig,
-    Longest,
-    NormedWidth,
-    NormKind,
-    NormPlace,
-    ProbabilityDropout,
-    RopeScaling,
-    RotaryBase,
-    Tied,
-)
+from shardwise.config import families
 from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 
 _MLPBias: TypeAlias = Annotated[bool, Field(description="biases in the feed-forward layer")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]
 
-SIZES_OF_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-_SIZES_OF_QWEN = SIZES_OF_LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-}
+SIZES_OF_LLAMA = families.default_sizes(32000, width=4096, inner_width=11008, layers=32, heads=32)
+_SIZES_OF_QWEN = families.default_sizes(
+    151936, width=4096, inner_width=22016, layers=32, heads=32, num_key_value_heads=32, sliding_window=4096
+)
 _LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
 _FULL: _LayerType = "full_attention"
 _SLIDING: _LayerType = "sliding_attention"
@@ -51,7 +31,6 @@ def every_nth_full(interval: int | None, layers: int) -> tuple[_LayerType, ...]:
 
 
 def _of_each_layer(value: Any, info: ValidationInfo) -> Any:
-    """Return `layer_types` for the short form, the interval of the blocks without a window."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return every_nth_full(value, info.data.get("num_hidden_layers", 1))
     return value
@@ -73,15 +52,13 @@ _LayerTypes: TypeAlias = Annotated[
 
 
 def _layer_types(interval: int | None, default: str) -> Any:
-    """Return the field `layer_types`; without a window its default has none in any block."""
-
     def of_data(data: dict[str, Any]) -> tuple[_LayerType, ...]:
         return every_nth_full(interval if data.get("sliding_window") else 1, data.get("num_hidden_layers", 1))
 
     return Field(default_factory=of_data, description=f"{_TYPE_OF_EACH_BLOCK}{default}")
 
 
-class DecoderConfig(FamilyConfig):
+class DecoderConfig(families.FamilyConfig):
     """The keys and facts that these families share."""
 
     weight_names: ClassVar[WeightNames] = WeightNames(
@@ -91,7 +68,7 @@ class DecoderConfig(FamilyConfig):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
-    norm_kind: ClassVar[NormKind] = "rms_norm"
+    norm_kind: ClassVar[families.NormKind] = "rms_norm"
     gated: ClassVar[bool] = True
 
     derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "head_dim")
@@ -114,12 +91,12 @@ class DecoderConfig(FamilyConfig):
     )
     # The gated MLP of `models/llama.py` has a kernel for SiLU and for GELU by tanh.
     hidden_act: Literal["silu"] = Field(default="silu", description="activation of the feed-forward gate")
-    max_position_embeddings: Longest = 2048
+    max_position_embeddings: families.Longest = 2048
     rms_norm_eps: _Epsilon = 1e-6
-    rope_theta: RotaryBase = 10000.0
-    rope_scaling: RopeScaling = None
-    attention_dropout: ProbabilityDropout = 0.0
-    tie_word_embeddings: Tied = False
+    rope_theta: families.RotaryBase = 10000.0
+    rope_scaling: families.RopeScaling = None
+    attention_dropout: families.ProbabilityDropout = 0.0
+    tie_word_embeddings: families.Tied = False
 
     def _problems(self) -> list[str]:
         problems = []
@@ -190,7 +167,7 @@ class LlamaConfig(DecoderConfig):
 
     family: Literal["llama"] = Field(description="the architecture")
     rms_norm_eps: _Epsilon = 1e-5
-    attention_bias: AttentionBias = False
+    attention_bias: families.AttentionBias = False
     mlp_bias: _MLPBias = False
 
 
@@ -207,7 +184,7 @@ class MistralConfig(DecoderConfig):
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["mistral"] = Field(description="the architecture")
-    max_position_embeddings: Longest = 131072
+    max_position_embeddings: families.Longest = 131072
     sliding_window: _Window = None
 
     def window(self, layer: int) -> int | None:
@@ -232,7 +209,7 @@ class Qwen2Config(_WindowConfig):
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["qwen2"] = Field(description="the architecture")
-    max_position_embeddings: Longest = 32768
+    max_position_embeddings: families.Longest = 32768
     layer_types: _LayerTypes = _layer_types(None, "all blocks have it")
 
 
@@ -243,13 +220,13 @@ class Qwen3Config(_WindowConfig):
         "qwen3", "Qwen3ForCausalLM", defaults=_SIZES_OF_QWEN, has_window_switch=True, max_window_layers=28
     )
 
-    query_key_norm: ClassVar[NormedWidth] = "head"
+    query_key_norm: ClassVar[families.NormedWidth] = "head"
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["qwen3"] = Field(description="the architecture")
     head_dim: int = Field(default=128, gt=0, description="width of a head")
-    max_position_embeddings: Longest = 32768
-    attention_bias: AttentionBias = False
+    max_position_embeddings: families.Longest = 32768
+    attention_bias: families.AttentionBias = False
     layer_types: _LayerTypes = _layer_types(None, "all blocks have it")
 
 
@@ -264,13 +241,13 @@ class Olmo2Config(DecoderConfig):
         writes_derived_heads=False,
     )
 
-    norm_place: ClassVar[NormPlace] = "output"
-    query_key_norm: ClassVar[NormedWidth] = "all_heads"
+    norm_place: ClassVar[families.NormPlace] = "output"
+    query_key_norm: ClassVar[families.NormedWidth] = "all_heads"
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["olmo2"] = Field(description="the architecture")
     rms_norm_eps: _Epsilon = 1e-5
-    attention_bias: AttentionBias = False
+    attention_bias: families.AttentionBias = False
 
 
 class Olmo3Config(_WindowConfig):
@@ -285,14 +262,14 @@ class Olmo3Config(_WindowConfig):
         writes_derived_heads=False,
     )
 
-    norm_place: ClassVar[NormPlace] = "output"
-    query_key_norm: ClassVar[NormedWidth] = "all_heads"
+    norm_place: ClassVar[families.NormPlace] = "output"
+    query_key_norm: ClassVar[families.NormedWidth] = "all_heads"
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["olmo3"] = Field(description="the architecture")
     rms_norm_eps: _Epsilon = 1e-5
-    rope_theta: RotaryBase = 500000.0
-    attention_bias: AttentionBias = False
+    rope_theta: families.RotaryBase = 500000.0
+    attention_bias: families.AttentionBias = False
     sliding_window: _Window = 4096
     layer_types: _LayerTypes = _layer_types(4, "all blocks but every fourth have it")
 
@@ -307,14 +284,7 @@ class Gemma3Config(_WindowConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        defaults={
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-        },
+        families.default_sizes(262208, width=2304, inner_width=9216, layers=26, heads=8, num_key_value_heads=4),
         names={"hidden_act": "hidden_activation"},
         layer_interval="sliding_window_pattern",
         window_rotary_key="rope_local_base_freq",
@@ -322,9 +292,9 @@ class Gemma3Config(_WindowConfig):
         absent={"pad_token_id": 0},
     )
 
-    norm_place: ClassVar[NormPlace] = "both"
+    norm_place: ClassVar[families.NormPlace] = "both"
     norm_has_unit_offset: ClassVar[bool] = True
-    query_key_norm: ClassVar[NormedWidth] = "head"
+    query_key_norm: ClassVar[families.NormedWidth] = "head"
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["gemma3"] = Field(description="the architecture")
@@ -332,14 +302,14 @@ class Gemma3Config(_WindowConfig):
     hidden_act: Literal["gelu_pytorch_tanh"] = Field(  # type: ignore[assignment]
         default="gelu_pytorch_tanh", description="activation of the feed-forward gate"
     )
-    max_position_embeddings: Longest = 131072
-    rope_theta: RotaryBase = 1000000.0
-    rope_local_base_freq: RotaryBase = 10000.0
+    max_position_embeddings: families.Longest = 131072
+    rope_theta: families.RotaryBase = 1000000.0
+    rope_local_base_freq: families.RotaryBase = 10000.0
     query_pre_attn_scalar: int = Field(
         default=256, gt=0, description="scores of attention are divided by its square root"
     )
-    tie_word_embeddings: Tied = True
-    attention_bias: AttentionBias = False
+    tie_word_embeddings: families.Tied = True
+    attention_bias: families.AttentionBias = False
     sliding_window: _Window = 4096
     layer_types: _LayerTypes = _layer_types(6, "all blocks but every sixth have it")
 
@@ -362,14 +332,7 @@ class SmolLM3Config(_WindowConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "smollm3",
         "SmolLM3ForCausalLM",
-        defaults={
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-        },
+        families.default_sizes(128256, width=2048, inner_width=11008, layers=36, heads=16, num_key_value_heads=4),
         absent={"pad_token_id": 128004},
         inert=frozenset({"pretraining_tp"}),
         has_window_switch=True,
@@ -379,10 +342,10 @@ class SmolLM3Config(_WindowConfig):
     derived: ClassVar[tuple[str, ...]] = (*_WindowConfig.derived, "no_rope_layers")
 
     family: Literal["smollm3"] = Field(description="the architecture")
-    max_position_embeddings: Longest = 32768
-    rope_theta: RotaryBase = 2000000.0
-    tie_word_embeddings: Tied = True
-    attention_bias: AttentionBias = False
+    max_position_embeddings: families.Longest = 32768
+    rope_theta: families.RotaryBase = 2000000.0
+    tie_word_embeddings: families.Tied = True
+    attention_bias: families.AttentionBias = False
     mlp_bias: _MLPBias = False
     no_rope_layers: tuple[int, ...] = Field(
         default_factory=lambda data: every_nth_without_rope(4, data.get("num_hidden_layers", 1)),
@@ -429,13 +392,6 @@ def every_nth_without_rope(interval: int, layers: int) -> tuple[int, ...]:
 
 
 DECODERS: tuple[type[DecoderConfig], ...] = (
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Olmo2Config,
-    Olmo3Config,
-    SmolLM3Config,
-    Gemma3Config,
-)
+    LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config, Olmo3Config, SmolLM3Config, Gemma3Config,
+)  # fmt: skip
 """The families of this file, in the order of the documentation."""

@@ -69,14 +69,13 @@ class EvaluationConfig(Section):
 
 
 def _complete(values: object) -> object:
-    """The keys of a set, of which the first part is read."""
     if isinstance(values, str):
         values = {"path": values}
     return {"split": "1,0", **values} if isinstance(values, dict) else values
 
 
 def as_keys_of_set(text: str, name: Any) -> str:
-    """A message on keys of the section `data` with the keys of `evaluation.sets` in their place."""
+    """A message on keys of `DataConfig` with the keys of `evaluation.sets` in their place."""
     keys = "|".join(DataConfig.model_fields)
     # In brackets stand values: a path may look like a key.
     return re.sub(rf"(?<![\w./(-])data\.(?=(?:{keys})\b)", f"evaluation.sets.{name}.", text)

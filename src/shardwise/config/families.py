@@ -14,9 +14,9 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.base_section import MOST_LAYERS, Origin, Section, reject
-from shardwise.config.hugging_face_names import ConfigFile, WeightNames
+from shardwise.config.hugging_face_names import ConfigFile, ExpertNames, WeightNames
 from shardwise.config.rope_scaling import rope_scaling_problems, scaling_with_one_type
-from shardwise.config.routing import ExpertNames, Routing
+from shardwise.config.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]
@@ -25,13 +25,9 @@ NormPlace: TypeAlias = Literal["input", "sum", "output", "both"]
 NormedWidth: TypeAlias = Literal["head", "all_heads"]
 GELUName: TypeAlias = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"]
 _ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
+    "silu": "silu", "relu": "relu", "gelu": "gelu",
+    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
 _GELUS = "gelu (erf), gelu_new, gelu_fast and gelu_pytorch_tanh (tanh), or relu"
 
 # Keys that several families have, with their rules and descriptions.
@@ -50,6 +46,16 @@ _FeedForwardDropout: TypeAlias = Annotated[
 ]
 _LearnedPositions: TypeAlias = Annotated[int, Field(gt=0, description="learned positions: the longest sequence")]
 _NormEpsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the variance in LayerNorm")]
+
+
+def default_sizes(
+    vocabulary: int, width: int, inner_width: int, layers: int, heads: int, **others: Any
+) -> dict[str, Any]:
+    """Return Hugging Face's defaults of the sizes that every family has, and of other keys."""
+    return {
+        "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner_width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, **others,
+    }  # fmt: skip
 
 
 class FamilyConfig(Section):
@@ -386,23 +392,16 @@ class GPTConfig(_MultiHeadConfig):
     attention_bias: ClassVar[bool] = True
 
     aliases: ClassVar[dict[str, str]] = {
-        "n_embd": "hidden_size",
+        **{spelling: key for key, spelling in _SPELLINGS_OF_GPT2.items()},
         "n_inner": "intermediate_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
         "layer_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation_function",
     }
     derived: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     keys: ClassVar[dict[str, str]] = {
-        "activation": "activation_function",
-        "norm_eps": "layer_norm_epsilon",
-        "embedding_dropout": "embd_pdrop",
-        "hidden_dropout": "resid_pdrop",
-        "attention_dropout": "attn_pdrop",
-        "ffn_dropout": "ffn_dropout",
-    }
+        "activation": "activation_function", "norm_eps": "layer_norm_epsilon", "embedding_dropout": "embd_pdrop",
+        "hidden_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop", "ffn_dropout": "ffn_dropout",
+    }  # fmt: skip
 
     family: Literal["gpt"] = Field(description="the architecture")
     # Before version 2.13, pydantic calls a factory even where hidden_size was refused: it must not fail then.
@@ -432,13 +431,7 @@ class GPTNeoXConfig(_MultiHeadConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        defaults={
-            "vocab_size": 50432,
-            "hidden_size": 6144,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 44,
-            "num_attention_heads": 64,
-        },
+        defaults=default_sizes(50432, width=6144, inner_width=24576, layers=44, heads=64),
         # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
         only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
         rotary_fields=("rotary_emb_base", "rotary_pct"),
@@ -542,12 +535,9 @@ class BertConfig(_MultiHeadConfig):
     objectives: ClassVar[tuple[Objective, ...]] = ("mlm", "nsp")
 
     keys: ClassVar[dict[str, str]] = {
-        "activation": "hidden_act",
-        "norm_eps": "layer_norm_eps",
-        "embedding_dropout": "hidden_dropout_prob",
-        "hidden_dropout": "hidden_dropout_prob",
-        "attention_dropout": "attention_probs_dropout_prob",
-    }
+        "activation": "hidden_act", "norm_eps": "layer_norm_eps", "embedding_dropout": "hidden_dropout_prob",
+        "hidden_dropout": "hidden_dropout_prob", "attention_dropout": "attention_probs_dropout_prob",
+    }  # fmt: skip
 
     family: Literal["bert"] = Field(description="the architecture")
     max_position_embeddings: _LearnedPositions = 512

@@ -75,8 +75,6 @@ def parse_hugging_face(text: bytes, origin: str, ignore: Collection[str] = ()) -
     """
     try:
         values = json_value(text.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{origin} cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{origin} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
     except ValueError as error:
@@ -206,7 +204,6 @@ def _translated_fields(family: type[FamilyConfig]) -> dict[str, tuple[str, Any]]
 
 
 def _fields_read(family: type[FamilyConfig]) -> set[str]:
-    """Return the fields that are translated for a family, in all spellings."""
     names = set(family.config_file.spellings)
     names.update(name for name, _ in _translated_fields(family).values())
     if "rope_theta" in family.model_fields:
@@ -405,7 +402,6 @@ def _take_rotary(
 
 
 def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
-    """Return our `rope_scaling` for Hugging Face's: the fields that decide the angles, without those that are keys."""
     scaling = scaling_with_one_type(
         {key: value for key, value in parameters.items() if key not in _MOVED and value is not None}
     )
@@ -442,7 +438,6 @@ def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], i
 
 
 def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore: Collection[str]) -> list[str]:
-    """Return an error for the fields of the file that `model.ignore` names although they change the computation."""
     names = [name for name in ignore if name in values and _field_status(name, values[name], family) == "unsupported"]
     if not names:
         return []
@@ -451,7 +446,6 @@ def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore
 
 
 def _override(names: Iterable[str]) -> str:
-    """Return `model.ignore` as one word of a command line; quotes names that YAML would read as other values."""
     shown = [
         name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and yaml_scalar(name) == name else json.dumps(name)
         for name in names

@@ -28,6 +28,15 @@ WITHOUT_GRADIENT = (ROUTER_BIAS,)
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """The canonical names that a family of models has for the parts of a block with experts."""
+
+    layer: str = "mlp"
+    router: str = "gate"
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class ConfigFile:
     """The way in which one family's `config.json` is written.
 

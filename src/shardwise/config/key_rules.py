@@ -165,7 +165,6 @@ def key_problems(config: Config, micro_batches: int | None) -> list[str]:
 
 
 def _token_problems(data: DataConfig, model: ModelConfig, length: int) -> list[str]:
-    """Refuse ids and numbers of tokens that the model or the samples do not have."""
     problems = []
     if model.predicts_masked_tokens and data.max_predictions is not None and data.max_predictions > length:
         problems.append(
@@ -344,7 +343,6 @@ def tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None,
 
 
 def _width_of_experts(model: ModelConfig) -> int | None:
-    """Return the width of an expert where it has a key of its own, and a block has experts."""
     if model.is_own or model.any_routing is None or model.expert_width == model.intermediate_size:
         return None
     return model.expert_width

@@ -134,7 +134,7 @@ class LaunchConfig(Section):
         if not isinstance(value, dict):
             return value
         # A line break in a text would end its line of the job's script.
-        wrong = [name for name, text in value.items() if not _is_name(name) or not _is_plain(text)]
+        wrong = [name for name, text in value.items() if not _is_variable(name, text)]
         reject([f"launch.environment.{name} must be a variable's name with a text or a number" for name in wrong])
         by_bash = "must be left out: bash, which runs the job's script, sets it"
         reject([f"launch.environment.{name} {by_bash}" for name in value if _OF_BASH.fullmatch(name)])
@@ -150,7 +150,6 @@ class LaunchConfig(Section):
 
 
 def _range(value: object) -> tuple[int, int] | None:
-    """The fewest and the most machines that a value of `launch.nodes` names; None for another value."""
     # `True` is an int to isinstance, but no number of machines.
     match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(value)) if type(value) in (int, str) else None
     if match is None:
@@ -166,7 +165,6 @@ def _is_option(value: object) -> bool:
 
 
 def _option_problem(option: str) -> str | None:
-    """The reason why the job's script cannot have an option; None if it can."""
     # sbatch reads its options by getopt_long, which takes the beginning of a name for the name: `--arr` is `--array`.
     given = option.removeprefix("--").partition("=")[0]
     names = [name for name in (*_SET_BY, *_REFUSED) if name.startswith(given)]
@@ -177,9 +175,7 @@ def _option_problem(option: str) -> str | None:
     return f"launch.sbatch ({option}) must be without --{name}: {reason}"
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) is not None
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).isprintable()
+def _is_variable(name: object, value: object) -> bool:
+    is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).isprintable()
+    return is_name and is_plain

@@ -6,18 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
-from shardwise.base.mesh_axes import (
-    ALIKE,
-    AXES,
-    CHOSEN_AXES,
-    PIPELINE,
-    degree_keys_text,
-    layout_text,
-    names_axis,
-    rank_coordinates,
-    replicas_name,
-)
+from shardwise.base import mesh_axes
+from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, raise_problems, see
 from shardwise.base.units import counted
 from shardwise.config.sections import TrainConfig
 
@@ -46,15 +36,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         numbers = {"number of ranks": self.world}
-        numbers |= {axis.title: getattr(self, axis.degree) for axis in CHOSEN_AXES}
+        numbers |= {axis.title: getattr(self, axis.degree) for axis in mesh_axes.CHOSEN_AXES}
         problems = [f"the {name} ({value}) must be at least 1" for name, value in numbers.items() if value < 1]
         # Before the next rule, which divides by the degrees.
-        if problems:
-            raise ConfigError(problems)
+        raise_problems(ConfigError, problems)
         if self.world % self.ranks_of_one_model:
             near = listing(nearest_multiples(self.world, self.ranks_of_one_model), "or")
             raise ConfigError(
-                f"the number of ranks ({self.world}) must be a multiple of {degree_keys_text(self.degrees)}: "
+                f"the number of ranks ({self.world}) must be a multiple of {mesh_axes.degree_keys_text(self.degrees)}: "
                 f"nearest {near} (--nproc, or the world size of torchrun)"
                 f"{see('runs#number-of-ranks')}"
             )
@@ -62,12 +51,12 @@ class Layout:
     @property
     def degrees(self) -> dict[str, int]:
         """The degree of each axis by its name."""
-        return {axis.degree: getattr(self, axis.degree) for axis in AXES}
+        return {axis.degree: getattr(self, axis.degree) for axis in mesh_axes.AXES}
 
     @cached_property
     def ranks_of_one_model(self) -> int:
         """Ranks that compute one micro-batch: tensor × context × pipeline."""
-        return math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
+        return math.prod(getattr(self, axis.degree) for axis in mesh_axes.CHOSEN_AXES)
 
     @cached_property
     def data(self) -> int:
@@ -82,11 +71,11 @@ class Layout:
     @property
     def replicas_axis(self) -> str:
         """The name of the group of these ranks (`Mesh.replicas`)."""
-        return replicas_name(self.data, self.context)
+        return mesh_axes.replicas_name(self.data, self.context)
 
     def alike_axis(self, parts: int) -> str:
         """The name of the group of ranks that hold the same experts, or the same one of so many parts of a bucket."""
-        return f"{self.replicas_axis}/{ALIKE if parts == self.expert else 'copies'}"
+        return f"{self.replicas_axis}/{mesh_axes.ALIKE if parts == self.expert else 'copies'}"
 
     @property
     def exchanges_tokens(self) -> bool:
@@ -110,11 +99,11 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank of the job along each axis, by the axis' short name."""
-        return rank_coordinates(rank, self.degrees)
+        return mesh_axes.rank_coordinates(rank, self.degrees)
 
     def pipeline_rank(self, rank: int) -> int:
         """The place of a rank of the job along the pipeline."""
-        return self.coordinates(rank)[PIPELINE.name]
+        return self.coordinates(rank)[mesh_axes.PIPELINE.name]
 
     def ranks_at(self, pipeline_rank: int) -> range:
         """The ranks of the job that hold the stages of one pipeline rank: neighbours, as the pipeline is outermost."""
@@ -128,7 +117,7 @@ class Layout:
 
     def product(self) -> str:
         """The degrees and their product, such as `TP 2 + SP × PP 1 × DP 4 = 8 ranks`."""
-        return f"{layout_text(self.facts(), sequence=self.sequence_parallel)} = {counted(self.world, 'rank')}"
+        return f"{mesh_axes.layout_text(self.facts(), sequence=self.sequence_parallel)} = {counted(self.world, 'rank')}"
 
     def recorded(self) -> dict[str, int]:
         """The fields, as the manifests of checkpoints record them."""
@@ -145,7 +134,7 @@ class Layout:
 
     @property
     def _optional_degrees(self) -> dict[str, int]:
-        axes = (axis for axis in AXES if axis.is_optional and names_axis(axis, self.degrees))
+        axes = (axis for axis in mesh_axes.AXES if axis.is_optional and mesh_axes.names_axis(axis, self.degrees))
         degrees = {axis.degree: self.degrees[axis.degree] for axis in axes}
         return {**degrees, "expert": self.expert} if self.expert > 1 else degrees
 

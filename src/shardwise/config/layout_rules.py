@@ -11,15 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
+from shardwise.config import key_rules
 from shardwise.config.base_section import RuleTable, broken_rules
-from shardwise.config.key_rules import (
-    context_problems,
-    expert_problems,
-    fp8_problems,
-    key_problems,
-    tensor_misfits,
-    tensor_problems,
-)
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.optimizer import OptimizerConfig
@@ -58,16 +51,18 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     except ConfigError as error:
         problems = error.problems
     problems += _pipeline_problems(parallel, config.train, config.model, micro_batches)
-    problems += tensor_problems(config.model, parallel, config.train.sequence_length)
-    problems += context_problems(config, sequence)
+    problems += key_rules.tensor_problems(config.model, parallel, config.train.sequence_length)
+    problems += key_rules.context_problems(config, sequence)
     if config.precision.matmul is not None:
-        problems += fp8_problems(config.model, parallel, config.train)
+        problems += key_rules.fp8_problems(config.model, parallel, config.train)
     problems += config.data.late_stage_problems(config.train.steps)
-    problems += length_problems(config.model, config.train, config.optimizer) + key_problems(config, micro_batches)
+    problems += length_problems(config.model, config.train, config.optimizer) + key_rules.key_problems(
+        config, micro_batches
+    )
     problems += _trace_problems(config.log, config.train, config.checkpoint.resume, is_new) + config.log.name_problems()
     if layout is not None:
         problems += _rank_problems(config.log, parallel, layout) + _bitwise_problems(config, layout)
-        problems += expert_problems(config, layout)
+        problems += key_rules.expert_problems(config, layout)
     problems += _problems_of_stages(config, world, problems, is_new=is_new)
     if layout is None or problems:
         raise ConfigError(problems)
@@ -75,7 +70,6 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
 
 
 def _problems_of_stages(config: Config, world: int, known: Collection[str], *, is_new: bool) -> list[str]:
-    """Return the problems of stages that change the sizes of a step, without those that are known."""
     if config.run is not config:
         return []
     try:
@@ -110,7 +104,6 @@ def _trace_problems(log: LogConfig, train: TrainConfig, resume: str | int, is_ne
 
 
 def _rank_problems(log: LogConfig, parallel: ParallelConfig, layout: Layout) -> list[str]:
-    """Refuse to trace ranks that the job does not have, and copies that do not divide its data-parallel ranks."""
     problems = []
     missing = [rank for rank in log.profile_ranks or () if rank >= layout.world]
     if missing:
@@ -289,10 +282,10 @@ def _bitwise_problems(config: Config, layout: Layout) -> list[str]:
     train = config.train
     grain = config.parallel.grain
     problems = _grain_problems("parallel.grain", grain, "parallel.tensor", layout.tensor)
-    misfits = tensor_misfits(config.model, grain, train.sequence_length)
+    misfits = key_rules.tensor_misfits(config.model, grain, train.sequence_length)
     if misfits and _is_power_of_two(grain):
         valid = [2**n for n in range(grain.bit_length())]
-        fitting = [part for part in valid if not tensor_misfits(config.model, part, train.sequence_length)]
+        fitting = [part for part in valid if not key_rules.tensor_misfits(config.model, part, train.sequence_length)]
         problems += [
             f"parallel.grain ({grain}) must {reason} with train.bitwise (true): set parallel.grain={fitting[-1]}"
             for reason in misfits

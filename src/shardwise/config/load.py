@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, Problems, listing
 from shardwise.base.files import user_path
 from shardwise.base.parsing import parse_value, parse_yaml
 from shardwise.config import hugging_face, recipe_files
@@ -51,7 +51,7 @@ def load_config_with_values(recipe: str | Mapping[str, Any], overrides: Mapping[
         ConfigError: as `load_config`.
     """
     values = _sections(recipe) if isinstance(recipe, str) else _plain(recipe)
-    problems: list[str] = []
+    problems = Problems()
     changed: dict[str, Any] = {}
     for name, value in overrides.items():
         is_section = name and "." not in name and isinstance(value, Mapping)
@@ -66,17 +66,14 @@ def load_config_with_values(recipe: str | Mapping[str, Any], overrides: Mapping[
     if _MODEL_FILE in changed:
         values["model"] = {}
     for path, value in changed.items():
-        try:
+        with problems:
             _set(values, path, _plain(value))
-        except ConfigError as error:
-            problems += error.problems
     if isinstance(recipe, str):
         _fit_training(recipe, values, changed)
     return config_from_sections(values, problems, typed=[*changed])
 
 
 def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
-    """The sections of a shipped recipe's name, a YAML file or a model, as they are written there."""
     values = parse_yaml(recipe_files.recipe_text(recipe, cached=cached), recipe)
     if values is None:
         return {}
@@ -98,7 +95,6 @@ def _fit_training(recipe: str, values: dict[str, Any], typed: Collection[str]) -
 
 
 def _plain(value: Any) -> Any:
-    """A program's value as YAML would have it."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -111,12 +107,10 @@ def _plain(value: Any) -> Any:
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Write `a.b=value` overrides into the nested `values`; returns what is wrong with them."""
-    problems: list[str] = []
+    problems = Problems()
     for override in overrides:
-        try:
+        with problems:
             _apply(values, override)
-        except ConfigError as error:
-            problems += error.problems
     return problems
 
 
@@ -163,8 +157,8 @@ def config_from_sections(
             if details["loc"][0] != "model" or not model_is_unread:
                 all_problems += error_messages(details, family)
     if all_problems or config is None:
-        # pydantic has an error for each type of a union, and these may read the same.
-        raise ConfigError(list(dict.fromkeys(all_problems)))
+        # pydantic has an error for each type of a union, and these may read the same: each is told once.
+        raise ConfigError(all_problems)
     config.came_from_tokens(token_counts)
     if not config.model.is_own:
         names = [path.split(".")[1] for path in typed if path.startswith("model.")]
@@ -271,7 +265,6 @@ def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> 
 
 
 def _canonical(family: str, key: str) -> str:
-    """The name of a key of a family that may be spelled otherwise."""
     return FAMILIES[family].aliases.get(key, key)
 
 

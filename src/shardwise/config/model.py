@@ -16,6 +16,12 @@ from shardwise.config.decoders import DECODERS
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Objective
 from shardwise.config.hugging_face_names import WeightNames
 
+PLAIN_MODULE = (
+    "of a plain module that takes ids [batch, sequence] and returns logits, `Trained = shardwise.batch_first(Module)` "
+    "makes the class to name"
+)
+"""The fix of the usual first error with a class of the user's, for the end of a message."""
+
 
 class UserModelConfig(Section):
     """A causal language model of your own: `family` names its class, which gets every key under `model`.
@@ -109,7 +115,6 @@ def weight_names(family: str) -> WeightNames:
 
 
 def _read(value: Any) -> ModelConfig:
-    """Return a `model` section as its family's record, or as `UserModelConfig` for package.module:Class."""
     if not isinstance(value, dict | Section):
         reject([f"model ({value!r}) must be a mapping of keys"])
     # A program may give a section that was read before.

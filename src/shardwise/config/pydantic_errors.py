@@ -86,7 +86,6 @@ _NO_LIST = ("tuple_type", "too_short", "too_long")
 
 
 def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
-    """The rule that a message gives after `quantity (value)`; None for a type of error without words here."""
     if kind == "bool_type":
         word = str(value).lower()
         return "must be true or false" + (f"; write {word} without quotes" if word in ("true", "false") else "")
@@ -101,7 +100,6 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
 
 
 def _list_rule(field: FieldInfo) -> str:
-    """The rule that a message gives for a list, with the field's examples, else its default."""
     return f"must be a list, such as {listing(field.examples or [list(field.default)], 'or')}"
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, raise_problems
 from shardwise.config.data import MixedSource
 from shardwise.config.load import config_from_sections
 from shardwise.config.run_config import Config
@@ -42,8 +42,7 @@ def check_changes(keys: Sequence[str]) -> frozenset[str]:
             problems.append(f"--change {key}: there is no such key")
         elif not _is_fixed(key) and key not in KEYS_OF_BITS:
             problems.append(f"--change {key} must be left out: this key may change in any run")
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(ConfigError, problems)
     return frozenset(keys)
 
 
@@ -115,12 +114,10 @@ def kept_batch_note(stored: Mapping[str, Any], train: TrainConfig) -> str | None
 
 
 def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored configuration with defaults for keys that were added to shardwise after it was written."""
     return config_from_sections(stored).recorded()
 
 
 def _changes(stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool) -> Iterator[tuple[str, object, object]]:
-    """(key, value then, value now) of the keys that may not change (`fixed`), or of those that may."""
     then, now = map(_by_key, (stored, new))
     extra_keys = _keys_of_bits(then, now)
     for key in now | then:
@@ -134,7 +131,6 @@ def _top_key(key: str) -> str:
 
 
 def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of each key; of a mixture, the keys of each source that are set."""
     by_key = {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
     defaults = {name: field.default for name, field in MixedSource.model_fields.items()}
     for name, source in by_key.pop("data.mixture", {}).items():

@@ -51,12 +51,3 @@ class Routing:
             remote_choices = comb(group * chosen - local * hit, self.per_token)
             missed += drawn * remote_choices / comb(group * chosen, self.per_token)
         return ranks * (1 - missed)
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """The canonical names by which a family's configuration calls the parts of a block with experts."""
-
-    layer: str = "mlp"
-    router: str = "gate"
-    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

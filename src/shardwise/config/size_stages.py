@@ -120,7 +120,6 @@ def changed_size_stages(stored: Mapping[str, Any], config: Config, step: int) ->
 
 
 def _changed_weights(stored: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
-    """The problem of a mixture whose weights before `step` are others; none where all its sources are others."""
     then, now = (values.get("data", {}) for values in (stored, new))
     weights = _weights_before(step, then)
     is_other = not (then.get("mixture") or {}).keys() & (now.get("mixture") or {}).keys()
@@ -174,7 +173,6 @@ def values_at_step(stored: Mapping[str, Any], step: int) -> Mapping[str, Any]:
 
 
 def _has_sizes(stored: Mapping[str, Any]) -> bool:
-    """True if a stage in the stored values of a run changes sizes."""
     return any(stage.keys() - {"at", "weights"} for stage in stored.get("data", {}).get("stages", ()))
 
 
@@ -188,7 +186,6 @@ def _changes(run: Config) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _model(run: Config, begin: int, sizes: dict[str, Any]) -> ModelConfig:
-    """The model with the rotary positions of a stage."""
     changes = {key: sizes[key] for key in ("rope_theta", "rope_scaling") if key in sizes}
     if not changes:
         return run.model

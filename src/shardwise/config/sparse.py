@@ -11,9 +11,9 @@ from pydantic import Field
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.decoders import SIZES_OF_LLAMA, DecoderConfig
-from shardwise.config.families import AttentionBias, Longest, NormedWidth, RotaryBase
-from shardwise.config.hugging_face_names import ConfigFile, WeightNames
-from shardwise.config.routing import ExpertNames, Routing
+from shardwise.config.families import AttentionBias, Longest, NormedWidth, RotaryBase, default_sizes
+from shardwise.config.hugging_face_names import ConfigFile, ExpertNames, WeightNames
+from shardwise.config.routing import Routing
 
 _Experts: TypeAlias = Annotated[int, Field(gt=0, description="experts of a block")]
 _PerToken: TypeAlias = Annotated[int, Field(gt=0, description="experts that the router chooses for a token")]
@@ -74,13 +74,7 @@ class OlmoeConfig(_SparseConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "olmoe",
         "OlmoeForCausalLM",
-        defaults={
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-        },
+        default_sizes(50304, width=2048, inner_width=2048, layers=16, heads=16),
         spellings={"num_local_experts": "num_experts"},
         absent={"pad_token_id": 1},
         inert=_TRAINING_FIELDS,
@@ -108,16 +102,8 @@ class Qwen3MoeConfig(_SparseConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        defaults={
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": None,
-            "sliding_window": None,
-        },
+        default_sizes(151936, width=2048, inner_width=6144, layers=24, heads=32, num_key_value_heads=4)
+        | {"head_dim": None, "sliding_window": None},
         spellings={"num_local_experts": "num_experts"},
         twice={"num_experts": "num_local_experts"},
         has_window_switch=False,
@@ -197,16 +183,8 @@ class Glm4MoeConfig(_SparseConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        defaults={
-            "vocab_size": 151552,
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "use_qk_norm": False,
-        },
+        default_sizes(151552, width=4096, inner_width=10944, layers=46, heads=96, num_key_value_heads=8)
+        | {"head_dim": 128, "use_qk_norm": False},
         # DeepSeek's names for what this family always does, and gpt-oss's for what it never does.
         only={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "swiglu_limit": None},
         written={"num_nextn_predict_layers": 0},

@@ -40,7 +40,6 @@ def known_name(name: str) -> str | None:
 
 
 def _with_leaf(name: str) -> list[str]:
-    """A name, and its part after the last dot where that has the same meaning in each section."""
     leaf = name.rpartition(".")[2]
     return [name] if leaf in _OWN_MEANING else [name, leaf]
 

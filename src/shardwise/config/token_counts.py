@@ -98,7 +98,6 @@ def step_places(section: Section, place: Path = ()) -> Iterator[tuple[Path, int]
 
 
 def _sections_in(annotation: Any) -> Iterator[type[Section]]:
-    """Yield the classes of sections that an annotation such as `tuple[RatePoint, ...] | None` names."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for argument in get_args(annotation):

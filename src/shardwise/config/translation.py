@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+
+_ROUNDINGS: dict[str, Callable[[Any], int]] = {"floor": math.floor, "ceil": math.ceil}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ def evaluate_expression(expression: str | ast.expr, quantities: Mapping[str, Any
     """The value of a formula that translates a setting, of numbers, texts, lists, mappings and dotted names.
 
     Raises:
-        KeyError: a quantity is not known. ValueError: the expression has something else in it, such as a call.
+        KeyError: a quantity is not known. ValueError: the expression has something else in it, such as another call
+            than of `floor` and `ceil`.
     """
     if isinstance(expression, str):
         expression = ast.parse(expression.replace("×", "*").strip(), mode="eval").body
@@ -83,6 +87,8 @@ def evaluate_expression(expression: str | ast.expr, quantities: Mapping[str, Any
                 return _OPERATORS[type(node.op)](first, second)
             case ast.IfExp(test=ast.Compare(left=left, ops=[ast.GtE()], comparators=[least])):
                 return value(node.body if value(left) >= value(least) else node.orelse)
+            case ast.Call(func=ast.Name(id=name), args=[quantity], keywords=[]) if name in _ROUNDINGS:
+                return _ROUNDINGS[name](value(quantity))
         raise ValueError(f"{ast.unparse(node)} is no value")
 
     try:

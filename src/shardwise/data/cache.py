@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base import files
 from shardwise.base.errors import DataError, see
 from shardwise.base.parsing import json_value
-from shardwise.base.progress import progress
-from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, json_digest
+from shardwise.base.terminal import progress
+from shardwise.data.rows import PARTS, IntArray, Integers, Part, Sentences, TokenArray, json_digest
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
@@ -79,7 +78,7 @@ class ArrayWriter:
     length: int = 0
     _digest: Any = field(default_factory=hashlib.sha256)
 
-    def write(self, values: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
+    def write(self, values: Sequence[int] | Integers) -> None:
         content = np.asarray(values, dtype=self.dtype).tobytes()
         self.file.write(content)
         self._digest.update(content)
@@ -123,7 +122,7 @@ class CacheEntry:
             return np.empty(0, dtype=dtype)
         return np.memmap(self.path / f"{part}.bin", dtype=dtype, mode="r")
 
-    def bounds(self, part: Part, name: str) -> npt.NDArray[np.int64]:
+    def bounds(self, part: Part, name: str) -> IntArray:
         """Bounds that the part has by this name, mapped from the file."""
         if self.manifest[part]["bounds"][name]["length"] == 0:
             return np.empty(0, dtype=BOUNDS_DTYPE)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError, DataError, raise_problems
 from shardwise.config import Config, ModelConfig
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.data.formats import prepared_data
 from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.request import Announce
+from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import Batches
 from shardwise.data.tokens.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class EvaluationSets:
     """
 
     batches: Mapping[str, Batches] = field(default_factory=dict)
-    bytes_V: npt.NDArray[np.int64] | None = None
+    bytes_V: IntArray | None = None
 
     @property
     def note(self) -> str | None:
@@ -51,8 +51,7 @@ def prepare_evaluation_sets(
             batches[name] = _open(evaluation_set_config(config, name, data.tokenizer_path), announce)
         except ConfigError as error:
             problems += [evaluation_set_problem(text, name) for text in error.problems]
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     return EvaluationSets(batches, vocabulary_byte_counts(config.model, data.tokenizer_path) if batches else None)
 
 
@@ -63,7 +62,7 @@ def evaluation_set_problem(text: str, name: str) -> str:
     return shown if key in shown else f"{key}: {shown}"
 
 
-def vocabulary_byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.NDArray[np.int64] | None:
+def vocabulary_byte_counts(model: ModelConfig, tokenizer: Path | None) -> IntArray | None:
     """The UTF-8 bytes of the text of each id, for bits per byte: [vocabulary of the model].
 
     None where no tokenizer is known, or the model does not predict the next token.

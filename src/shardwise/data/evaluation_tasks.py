@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name
+from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name, raise_problems
 from shardwise.config import EvaluationConfig, ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def find_tasks(settings: EvaluationConfig) -> TaskManager:
             near = nearest_name(name, manager.all_tasks)
             hint = f"did you mean {near}?" if near else "`lm-eval ls tasks` lists them"
             problems.append(f"evaluation.tasks ({name}) must be a task of lm_eval or of evaluation.tasks_path: {hint}")
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(ConfigError, problems)
     return manager
 
 
@@ -81,15 +80,12 @@ def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainCo
                 tasks |= manager.load([name])["tasks"]
         except Exception as error:  # noqa: BLE001  # the library's own, of the file system, of the network
             problems.append(f"the data of evaluation.tasks ({name}) cannot be read: {first_line(error)}")
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     longest = longest_task_input(model, train)
-    if problems := [text for name, task in tasks.items() for text in _task_problems(name, task, longest)]:
-        raise ConfigError(problems)
+    raise_problems(ConfigError, [text for name, task in tasks.items() for text in _task_problems(name, task, longest)])
 
 
 def _task_problems(name: str, task: Any, longest: int) -> list[str]:
-    """Reasons why a task cannot be scored by a model that reads at most `longest` tokens."""
     if getattr(task, "UNSAFE_CODE", False):
         return [f"evaluation.tasks ({name}) must not run code that a model writes, and this task does"]
     if getattr(task, "MULTIMODAL", False):

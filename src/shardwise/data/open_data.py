@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import get_args
 
-from shardwise.base.errors import ConfigError, DataError, see
+from shardwise.base.errors import ConfigError, DataError, raise_problems, see
 from shardwise.base.files import user_path
 from shardwise.config import CHAT, Config, DataConfig
 from shardwise.config.data import DataFormatName
@@ -115,8 +115,7 @@ def _prepare_sources(config: Config, cache_dir: Path | None, announce: Announce,
             f"data.tokenizer must be the one that made the tokens of data.mixture.{tokens[0]}, as other sources of the "
             "mixture are text"
         )
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     return _PreparedMixture(
         tokenizer_path=next((data.tokenizer_path for data in sources.values() if data.tokenizer_path), None),
         fingerprint=json_digest({name: data.fingerprint for name, data in sources.items()}),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import hub
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError, DataError, Problems
 from shardwise.base.files import user_path
 from shardwise.config import CHAT, Config, checked_data_section, tokens_of_run
 from shardwise.data.evaluation_sets import evaluation_set_config, evaluation_set_problem
@@ -62,7 +62,7 @@ def preview_data(config: Config) -> DataPreview:
 
 def _preview_source(request: DataRequest) -> DataPreview:
     rows: list[tuple[str, str]] = []
-    problems: list[str] = []
+    problems = Problems()
     looks: dict[str, Callable[[], str]] = {}
     contents: DataContents = "text"
     data = request.data
@@ -83,17 +83,15 @@ def _preview_source(request: DataRequest) -> DataPreview:
         looks["tokenizer"] = lambda: _tokenizer_text(request, contents, warnings)
     # A problem of the data must not hide one of the tokenizer.
     for name, describe in looks.items():
-        try:
+        with problems:
             rows.append((name, describe()))
-        except ConfigError as error:
-            problems += error.problems
     return DataPreview([*rows, *(("warning", text) for text in warnings)], [*dict.fromkeys(problems)])
 
 
 def preview_evaluation(config: Config) -> DataPreview:
     """The rows of a dry run about the sets and the tasks of `evaluation`; nothing is fetched or prepared."""
     rows = []
-    problems: list[str] = []
+    problems = Problems()
     for name in config.evaluation.sets:
         request = DataRequest.of(evaluation_set_config(config, name, None))
         try:
@@ -101,10 +99,8 @@ def preview_evaluation(config: Config) -> DataPreview:
         except ConfigError as error:
             problems += [evaluation_set_problem(text, name) for text in error.problems]
     if config.evaluation.tasks_every:
-        try:
+        with problems:
             require_lm_eval(config.evaluation)
-        except ConfigError as error:
-            problems += error.problems
     return DataPreview(rows, problems)
 
 

@@ -21,6 +21,12 @@ from shardwise.base.errors import listing
 from shardwise.base.units import count
 
 IntArray = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+Integers = npt.NDArray[np.integer[Any]]
+"""Whole numbers of any width."""
+Hashes = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+AnyArray = npt.NDArray[Any]
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 Part = Literal["train", "eval", "test"]

@@ -539,7 +539,7 @@ def gather_or_copy(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tenso
 
 
 def scatter_or_reduce(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """Apply `scatter_sum_sequence` or `reduce_from_group`, the collective after a layer that leaves partial sums."""
+    """Reduce-scatter along the sequence, or all-reduce, the partial sums that a layer leaves on each rank."""
     return _apply("scatter_sum" if sequence_parallel else "reduce", x, group)
 
 

@@ -153,7 +153,7 @@ def lacks_messages(error: BaseException) -> bool:
 
 
 def without_messages(key: str, device: torch.device, instead: str, error: Exception) -> str:
-    """The error text for a key that needs messages from rank to rank, which a device's library does not send."""
+    """The error text where a device's library sends no messages from rank to rank, for a key that needs them."""
     return (
         f"{key} needs messages from rank to rank, which the library of this device ({device.type}) does not send: "
         f"{error}; set {instead}, or install a release of it that does"
@@ -175,12 +175,6 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return host
     return (host.pin_memory() if has_data(host) else host).to(device, non_blocking=True)
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A device's tensor copied to the host's pinned memory, from and to which the host need not wait for copies."""
-    host = tensor.cpu()
-    return host.pin_memory() if has_data(host) else host
 
 
 def synchronize(device: torch.device) -> None:
@@ -224,9 +218,7 @@ def use_flash_attention_3(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # which torch would prefer
 
 
-class CapturedCall:
-    """A function of a CUDA device's tensors of equal shapes, which from call 4 on is replayed as a CUDA graph."""
-
+class _CapturedCall:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._calls = 0
@@ -251,9 +243,12 @@ class CapturedCall:
         return self._result.clone()
 
 
-def captured_call(device: torch.device) -> CapturedCall | None:
-    """A `CapturedCall` on a CUDA device; None on other devices."""
-    return CapturedCall() if device.type == "cuda" else None
+def captured_call(device: torch.device) -> _CapturedCall | None:
+    """A caller of a function of a CUDA device's tensors of equal shapes: from call 4 on it replays a CUDA graph.
+
+    None on other devices.
+    """
+    return _CapturedCall() if device.type == "cuda" else None
 
 
 def least_flex_head_width(device: torch.device) -> int:
@@ -389,18 +384,6 @@ def multiplies_fp8(device: torch.device) -> bool:
         return bool((product == 16.0).all())
     except (NotImplementedError, RuntimeError, TypeError):
         return False
-
-
-@functools.cache
-def adds_products(device: torch.device) -> bool:
-    """True if one kernel of the device multiplies bfloat16 matrices and adds the product to a float32 one."""
-    try:
-        matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-        total = torch.ones(16, 16, dtype=torch.float32, device=device)
-        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError):  # the first without the device's torch
-        return False
-    return has_data(total) and bool((total == 17.0).all())
 
 
 _OUT_OF_MEMORY = (

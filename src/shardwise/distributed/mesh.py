@@ -27,8 +27,9 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
+from shardwise.base.errors import ArgumentError, LostPeerError, see
 from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, names_axis, replicas_name
+from shardwise.base.parsing import count_problems
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 

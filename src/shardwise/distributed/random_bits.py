@@ -60,6 +60,6 @@ def _fold_(x: Tensor, shift: int, shifted: Tensor) -> None:
 
 
 def wrapped(number: int, bits: int) -> int:
-    """The signed integer of so many random bits that is equal to `number` modulo 2^bits."""
+    """A random number as a signed integer of so many bits, as torch has them: equal to `number` modulo 2^bits."""
     half = 1 << (bits - 1)
     return (number + half) % (2 * half) - half

@@ -181,7 +181,7 @@ def traced_reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
 
 
 def traced_all_to_all(x: Tensor, size: int, group_name: str) -> Tensor:
-    """Each rank's r-th of equal parts along dim 0 goes to rank r, as a node of a compiled graph."""
+    """Each rank's r-th part along dim 0 goes to rank r, by a private operator that torch's compiler keeps in graphs."""
     rows = [len(x) // size] * size
     return _arrived(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, group_name))
 

@@ -22,14 +22,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.estimates import feed_forward
-from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
+from shardwise.config.routing import SUMS
+from shardwise.estimates.feed_forward import ExpertTraffic
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
-from shardwise.estimates.transfer import Kind, Transfer, gather_transfer, sum_transfer, tensor_transfer
+from shardwise.estimates.sharding import BucketShape, bucket_shapes, evaluation_bytes, gathered_bytes
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.optim.bucket_layout import LIMBS
 from shardwise.pipeline.partition import pipeline_rank_of
@@ -37,6 +37,48 @@ from shardwise.pipeline.partition import pipeline_rank_of
 _FLOAT32 = 4
 _FLOAT64 = 8
 _INT64 = 8
+
+_Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An estimated collective, or a message to another rank.
+
+    Attributes:
+        bytes: size of the whole tensor.
+        count: number of times per step; a tensor that is sent in chunks counts once.
+    """
+
+    axis: str
+    kind: _Kind
+    ranks: int
+    bytes: int
+    count: int
+    tensor: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each rank sends per step."""
+        if self.kind == "send":
+            return float(self.bytes * self.count)
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
+
+
+def _tensor_transfer(workload: RankWorkload, kind: _Kind, size: int, tensor: str, count: int = 1) -> Transfer:
+    return Transfer("tp", kind, workload.layout.tensor, size, count, tensor)
+
+
+def _gather_transfer(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
+    """The estimated all-gather where a region of tensor parallelism begins; without sequence parallelism, nothing."""
+    return _tensor_transfer(workload, "all_gather", size if workload.layout.sequence_parallel else 0, tensor, count)
+
+
+def _sum_transfer(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
+    """The estimated sum where a region of tensor parallelism ends; under sequence parallelism each rank gets a part."""
+    kind: _Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
+    return _tensor_transfer(workload, kind, size, tensor, count)
 
 
 def step_transfers(
@@ -66,12 +108,12 @@ def step_transfers(
         return None
     if imbalance != 1.0:
         workload = replace(workload, imbalance=imbalance)
-    micro_batch = _forward(workload) + _backward(workload) + _scales(workload) + feed_forward.loss_transfers(workload)
+    micro_batch = _forward(workload) + _backward(workload) + _scales(workload) + _router_losses(workload)
     once = [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)]
     if workload.counts_first:
         samples = _samples(workload)
         micro_batch += [transfer for transfer in _forward(workload) if transfer != samples]
-        once += feed_forward.count_transfers(workload) + _weights_of_units(workload, evaluation_bytes(workload))
+        once += _counted_loads(workload) + _weights_of_units(workload, evaluation_bytes(workload))
     return _transfers(workload, micro_batch, once)
 
 
@@ -111,10 +153,10 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
     transfers = []
     if workload.has_first:
         # Each rank looks up its part of the vocabulary.
-        transfers.append(sum_transfer(workload, workload.gathered_bytes, "embedding output"))
+        transfers.append(_sum_transfer(workload, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
-    transfers += feed_forward.forward_transfers(workload)
+    transfers += _experts_forward(workload)
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -138,25 +180,25 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
-        transfers += feed_forward.forward_transfers(workload, ", recomputed")
+        transfers += _experts_forward(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers:
         inputs = "inputs of attention and MLP, gathered again"
-        count = workload.layers + feed_forward.mlp_blocks(workload)
-        transfers.append(gather_transfer(workload, size, inputs, count))
+        count = workload.layers + (workload.layers - _sparse_blocks(workload))
+        transfers.append(_gather_transfer(workload, size, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
-    transfers += feed_forward.backward_transfers(workload)
+    transfers += _experts_backward(workload)
     if workload.model.head_transform:
         of_decoder = workload.a * workload.predicted * workload.model.hidden_size
-        transfers.append(tensor_transfer(workload, "all_reduce", of_decoder, "gradient of the decoder's input", head))
+        transfers.append(_tensor_transfer(workload, "all_reduce", of_decoder, "gradient of the decoder's input", head))
     transfers += [
-        sum_transfer(workload, size, "gradient of the head's input", head),
-        gather_transfer(workload, size, "gradients of the outputs of attention and MLP", outputs * workload.layers),
-        sum_transfer(workload, size, "gradients of the inputs of attention and MLP", 2 * workload.layers),
-        gather_transfer(workload, size, "gradient of the embedding output", embedding),
+        _sum_transfer(workload, size, "gradient of the head's input", head),
+        _gather_transfer(workload, size, "gradients of the outputs of attention and MLP", outputs * workload.layers),
+        _sum_transfer(workload, size, "gradients of the inputs of attention and MLP", 2 * workload.layers),
+        _gather_transfer(workload, size, "gradient of the embedding output", embedding),
     ]
     if workload.token_parts:
         elements = workload.head_gradient_elements
@@ -181,7 +223,7 @@ def _samples(workload: RankWorkload) -> Transfer:
     else:
         tables = 2 + data.reset_position_ids + data.reset_attention_mask
         numbers = tables * workload.layout.context * workload.tokens + 2 * data.reset_attention_mask
-    return tensor_transfer(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
+    return _tensor_transfer(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 
 def _message(workload: RankWorkload, step: int, tensor: str) -> Transfer:
@@ -207,8 +249,8 @@ def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer
     """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block."""
     size, layers = workload.gathered_bytes, workload.layers
     return [
-        gather_transfer(workload, size, f"inputs of attention and MLP{suffix}", 2 * layers),
-        sum_transfer(workload, size, f"outputs of attention and MLP{suffix}", outputs * layers),
+        _gather_transfer(workload, size, f"inputs of attention and MLP{suffix}", 2 * layers),
+        _sum_transfer(workload, size, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
 
 
@@ -216,10 +258,10 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
     count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
     tensor = f"{prefix}sums of squares of queries and keys"
-    return tensor_transfer(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
+    return _tensor_transfer(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
 
 
-def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str, times: int = 1) -> Transfer:
+def _keys_and_values(workload: RankWorkload, kind: _Kind, tensor: str, times: int = 1) -> Transfer:
     """Keys, and values, of all tokens of a sample in each block: a·c·T·kv/t bytes each, in a collective of each.
 
     Rank by rank, those of the rank, a·T·kv/t bytes each, go to each other rank in one message.
@@ -247,8 +289,8 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
     gradients = "largest gradients of outputs"
     context = workload.layout.context
     return [
-        tensor_transfer(workload, "all_reduce", _FLOAT32, inputs, forwards),
-        tensor_transfer(workload, "all_reduce", _FLOAT32, gradients, backwards),
+        _tensor_transfer(workload, "all_reduce", _FLOAT32, inputs, forwards),
+        _tensor_transfer(workload, "all_reduce", _FLOAT32, gradients, backwards),
         Transfer("cp", "all_reduce", context, _FLOAT32, 2 * forwards, inputs),
         Transfer("cp", "all_reduce", context, _FLOAT32, 2 * backwards, gradients),
     ]
@@ -257,7 +299,7 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
 def _weight_scales(workload: RankWorkload) -> Transfer:
     """The scales of a block's four weights, once a step."""
     count = 0 if workload.config.precision.matmul is None else workload.layers
-    return tensor_transfer(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
+    return _tensor_transfer(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
 
 
 def _head(workload: RankWorkload) -> list[Transfer]:
@@ -269,13 +311,13 @@ def _head(workload: RankWorkload) -> list[Transfer]:
     """
     tokens = _FLOAT32 * workload.predicted
     transfers = [
-        tensor_transfer(workload, "all_reduce", tokens, "largest logit of each token"),
-        tensor_transfer(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
-        gather_transfer(workload, workload.gathered_bytes, "input of the head"),
+        _tensor_transfer(workload, "all_reduce", tokens, "largest logit of each token"),
+        _tensor_transfer(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+        _gather_transfer(workload, workload.gathered_bytes, "input of the head"),
     ]
     if workload.model.head_transform:
         size = workload.a * (workload.predicted + workload.config.train.micro_batch) * workload.model.hidden_size
-        transfers.append(tensor_transfer(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
+        transfers.append(_tensor_transfer(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
     return transfers
 
 
@@ -321,7 +363,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.spec.orthogonalizes:
         transfers += _matrices(workload)
-    transfers += [*_over_data(workload, buckets), feed_forward.load_reading_transfers(workload)]
+    transfers += [*_over_data(workload, buckets), _logged_loads(workload)]
     for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         if workload.is_bit_equal:
@@ -410,3 +452,108 @@ def _matrices(workload: RankWorkload) -> list[Transfer]:
         Transfer(axis, "all_to_all", ranks, part, 1, "matrices to their owners"),
         Transfer(axis, "all_to_all", ranks, updates, 1, "updates of the matrices"),
     ]
+
+
+# ---- collectives beside those of a block's regions: of E ranks a token travels to D, and U tokens arrive
+
+
+def _sparse_blocks(workload: RankWorkload) -> int:
+    layers = (layer for stage in workload.stages for layer in stage.layers)
+    return sum(workload.model.routing(layer) is not None for layer in layers)
+
+
+def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:
+    """An all-to-all over the ranks that divide the experts, of which a rank sends so many bytes, its own included."""
+    layout = workload.layout
+    axis = layout.replicas_axis
+    axis = axis if layout.expert == layout.replicas else f"{axis}/{layout.expert}"
+    return Transfer(axis, "all_to_all", layout.expert, size, count, tensor)
+
+
+def _experts_forward(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
+    """The estimated transfers of the forward pass of experts in all blocks.
+
+    Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
+    experts, [T·D, H] and [T·D, 2k] in float32, and back what arrived, [U, H]. In bit-equal sums a token travels to each
+    expert, with two numbers, and results by parts. Under sequence parallelism, the weights and the numbers of the
+    chosen experts are gathered, [T·k] in float32 and in int64. The expert that all tokens use is a region of tensor
+    parallelism by itself; results are recomputed before it only.
+    """
+    routing, count = workload.model.any_routing, _sparse_blocks(workload)
+    if routing is None:
+        return []
+    traffic = ExpertTraffic.of(workload, routing)
+    row = workload.a * workload.model.hidden_size
+    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
+    results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
+    chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
+    sent = (row + traffic.choices) * traffic.sent
+    return [
+        _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
+        _over_experts(workload, sent, f"tokens and choices{suffix}", count),
+        _over_experts(workload, results, f"results of tokens{suffix}", count),
+        _gather_transfer(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
+        _gather_transfer(workload, shared, f"input of the shared expert{suffix}", count),
+        _sum_transfer(workload, shared, f"output of the shared expert{suffix}", count),
+    ]
+
+
+def _experts_backward(workload: RankWorkload) -> list[Transfer]:
+    """The backward pass of `_experts_forward`: tensors go the other way; the numbers of tokens are known."""
+    routing, count = workload.model.any_routing, _sparse_blocks(workload)
+    if routing is None:
+        return []
+    traffic = ExpertTraffic.of(workload, routing)
+    row = workload.a * workload.model.hidden_size
+    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
+    arrived = (workload.parts_of_sums * row + traffic.choices) * traffic.arriving
+    weights = _FLOAT32 * workload.tokens * routing.per_token
+    again = shared * workload.config.regathers
+    return [
+        _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
+        _over_experts(workload, arrived, "gradients of tokens and choices", count),
+        _sum_transfer(workload, weights, "gradients of weights of chosen experts", count),
+        _sum_transfer(workload, shared, "gradient of the shared expert's input", count),
+        _gather_transfer(workload, shared, "gradient of the shared expert's output", count),
+        _gather_transfer(workload, again, "input of the shared expert, gathered again", count),
+    ]
+
+
+def _router_losses(workload: RankWorkload) -> list[Transfer]:
+    """The transfers that the objectives of routers add to a micro-batch (`layers/balance.py`).
+
+    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
+    those of the whole batch must be known before, `_counted_loads` are theirs.
+    """
+    layout = workload.layout
+    losses = workload.config.optimizer.router_losses
+    times = _sparse_blocks(workload) * (2 if workload.recompute == "full" else 1)
+    samples = workload.config.train.micro_batch * _load_bytes(workload) * ("sequence" in losses)
+    batch = _load_bytes(workload) * ("batch" in losses and not workload.counts_first)
+    return [
+        Transfer("cp", "all_reduce", layout.context, samples, times, "loads of samples"),
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, batch, times, "loads of the batch"),
+    ]
+
+
+def _counted_loads(workload: RankWorkload) -> list[Transfer]:
+    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
+    layout = workload.layout
+    of_blocks = _load_bytes(workload) * _sparse_blocks(workload)
+    pooled = _load_bytes(workload) * ("pooled" in workload.config.optimizer.router_losses)
+    return [
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
+        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
+    ]
+
+
+def _load_bytes(workload: RankWorkload) -> int:
+    """The bytes of the row counts of each expert of a block, [N] in int64."""
+    routing = workload.model.any_routing
+    return 0 if routing is None else _INT64 * routing.experts
+
+
+def _logged_loads(workload: RankWorkload) -> Transfer:
+    """The transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
+    size = len(workload.model.routings) * (_load_bytes(workload) + _INT64 * len(SUMS))
+    return Transfer("world", "all_reduce", workload.layout.world, size, 1, "loads of experts")

@@ -1,4 +1,4 @@
-"""The second half of a block, an MLP or experts: what it saves, what its backward pass holds, and its collectives.
+"""The second half of a block, an MLP or experts: what it saves, and what its backward pass holds.
 
 Legend: see `estimates/rank_workload.py`. What stands in brackets is a tensor's number of elements, of `a` bytes each
 where the text does not give their dtype. A block has N experts, which E ranks divide, and a token has k of them.
@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.base import units
-from shardwise.config import FamilyConfig, Layout
 from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.transfer import Transfer, gather_transfer, sum_transfer
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -83,7 +80,7 @@ def _mlp(workload: RankWorkload) -> FeedForwardBytes:
 
 
 @dataclass(frozen=True)
-class _Traffic:
+class ExpertTraffic:
     """The tokens of a block's experts on a rank.
 
     Attributes:
@@ -103,13 +100,13 @@ class _Traffic:
     choices: int
 
     @staticmethod
-    def of(workload: RankWorkload, routing: Routing) -> _Traffic:
+    def of(workload: RankWorkload, routing: Routing) -> ExpertTraffic:
         ranks, is_bit_equal = workload.layout.expert, workload.is_bit_equal
         rows = workload.tokens * routing.per_token
         rows = rows if ranks == 1 else round(workload.imbalance * rows)
         visits = routing.per_token if is_bit_equal else routing.visits(ranks)
         most = rows if is_bit_equal else workload.tokens * ranks
-        return _Traffic(
+        return ExpertTraffic(
             rows,
             sent=round(workload.tokens * visits),
             arriving=min(round(workload.imbalance * workload.tokens * visits), most),
@@ -134,7 +131,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
     of_shared = 3 * a * workload.tokens * model.shared_expert_width // layout.tensor
     if shared and layout.sequence_parallel and not workload.config.regathers:
         of_shared += workload.gathered_bytes
-    traffic = _Traffic.of(workload, routing)
+    traffic = ExpertTraffic.of(workload, routing)
     if traffic.are_grouped:
         at_work = traffic.rows * (2 * width + hidden)
     else:
@@ -156,7 +153,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
     )
 
 
-def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffic) -> int:
+def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: ExpertTraffic) -> int:
     """Return the bytes that a router and its experts save, but for what stands in parentheses.
 
     | part   | saved                                                                 | elements            |
@@ -186,123 +183,3 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
     if traffic.are_grouped:
         return saved + traffic.rows * a * (3 * width + hidden)
     return saved + (traffic.arriving * (a * hidden + _INT64) if traffic.are_apart else 0)
-
-
-# ---- collectives beside those of a block's regions: of E ranks a token travels to D, and U tokens arrive
-
-
-def mlp_blocks(workload: RankWorkload) -> int:
-    """For estimates, a rank's number of blocks whose MLP may gather its input again: routed rows are kept."""
-    return workload.layers - _sparse_blocks(workload)
-
-
-def _sparse_blocks(workload: RankWorkload) -> int:
-    layers = (layer for stage in workload.stages for layer in stage.layers)
-    return sum(workload.model.routing(layer) is not None for layer in layers)
-
-
-def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:
-    """An all-to-all over the ranks that divide the experts, of which a rank sends so many bytes, its own included."""
-    layout = workload.layout
-    axis = layout.replicas_axis
-    axis = axis if layout.expert == layout.replicas else f"{axis}/{layout.expert}"
-    return Transfer(axis, "all_to_all", layout.expert, size, count, tensor)
-
-
-def forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
-    """The estimated transfers of the forward pass of experts in all blocks.
-
-    Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
-    experts, [T·D, H] and [T·D, 2k] in float32, and back what arrived, [U, H]. In bit-equal sums a token travels to each
-    expert, with two numbers, and results by parts. Under sequence parallelism, the weights and the numbers of the
-    chosen experts are gathered, [T·k] in float32 and in int64. The expert that all tokens use is a region of tensor
-    parallelism by itself; results are recomputed before it only.
-    """
-    routing, count = workload.model.any_routing, _sparse_blocks(workload)
-    if routing is None:
-        return []
-    traffic = _Traffic.of(workload, routing)
-    row = workload.a * workload.model.hidden_size
-    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
-    chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
-    sent = (row + traffic.choices) * traffic.sent
-    return [
-        _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
-        _over_experts(workload, sent, f"tokens and choices{suffix}", count),
-        _over_experts(workload, results, f"results of tokens{suffix}", count),
-        gather_transfer(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
-        gather_transfer(workload, shared, f"input of the shared expert{suffix}", count),
-        sum_transfer(workload, shared, f"output of the shared expert{suffix}", count),
-    ]
-
-
-def backward_transfers(workload: RankWorkload) -> list[Transfer]:
-    """The backward pass of `forward_transfers`: tensors go the other way; the numbers of tokens are known."""
-    routing, count = workload.model.any_routing, _sparse_blocks(workload)
-    if routing is None:
-        return []
-    traffic = _Traffic.of(workload, routing)
-    row = workload.a * workload.model.hidden_size
-    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    arrived = (workload.parts_of_sums * row + traffic.choices) * traffic.arriving
-    weights = _FLOAT32 * workload.tokens * routing.per_token
-    again = shared * workload.config.regathers
-    return [
-        _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
-        _over_experts(workload, arrived, "gradients of tokens and choices", count),
-        sum_transfer(workload, weights, "gradients of weights of chosen experts", count),
-        sum_transfer(workload, shared, "gradient of the shared expert's input", count),
-        gather_transfer(workload, shared, "gradient of the shared expert's output", count),
-        gather_transfer(workload, again, "input of the shared expert, gathered again", count),
-    ]
-
-
-def loss_transfers(workload: RankWorkload) -> list[Transfer]:
-    """The transfers that the objectives of routers add to a micro-batch (`layers/balance.py`).
-
-    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
-    those of the whole batch must be known before, `count_transfers` are theirs.
-    """
-    layout = workload.layout
-    losses = workload.config.optimizer.router_losses
-    times = _sparse_blocks(workload) * (2 if workload.recompute == "full" else 1)
-    samples = workload.config.train.micro_batch * _load_bytes(workload) * ("sequence" in losses)
-    batch = _load_bytes(workload) * ("batch" in losses and not workload.counts_first)
-    return [
-        Transfer("cp", "all_reduce", layout.context, samples, times, "loads of samples"),
-        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, batch, times, "loads of the batch"),
-    ]
-
-
-def count_transfers(workload: RankWorkload) -> list[Transfer]:
-    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
-    layout = workload.layout
-    of_blocks = _load_bytes(workload) * _sparse_blocks(workload)
-    pooled = _load_bytes(workload) * ("pooled" in workload.config.optimizer.router_losses)
-    return [
-        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
-        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
-    ]
-
-
-def _load_bytes(workload: RankWorkload) -> int:
-    """The bytes of the row counts of each expert of a block, [N] in int64."""
-    routing = workload.model.any_routing
-    return 0 if routing is None else _INT64 * routing.experts
-
-
-def load_reading_transfers(workload: RankWorkload) -> Transfer:
-    """The transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
-    size = len(workload.model.routings) * (_load_bytes(workload) + _INT64 * len(SUMS))
-    return Transfer("world", "all_reduce", workload.layout.world, size, 1, "loads of experts")
-
-
-def feed_forward_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
-    """The experts of a model as a row beside the estimates of a dry run; none for a dense model."""
-    rule = model.any_routing
-    if rule is None:
-        return []
-    local_experts = "all" if layout.expert == 1 else rule.experts // layout.expert
-    blocks = units.counted(len(model.routings), "block")
-    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {local_experts} on each rank")]

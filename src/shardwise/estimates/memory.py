@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from shardwise.base import units
-from shardwise.base.errors import see
 from shardwise.base.hardware import torch_version
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage
@@ -24,9 +22,8 @@ from shardwise.estimates.activations import (
     split_backward_bytes,
     split_backward_peak,
 )
-from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.sharding import InFlightBytes, StageInFlightBytes, whole_gradient_bytes
+from shardwise.estimates.sharding import InFlightBytes, StageInFlightBytes, bucket_shapes, whole_gradient_bytes
 from shardwise.estimates.step_peak import PassBytes, StepPeak, step_peak
 from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements
 from shardwise.models.parameter_counts import (
@@ -112,8 +109,8 @@ def expected_memory(
     return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
 
 
-def memory_stand_in(config: Config, own_shapes: OwnShapes, accelerator: bool) -> Config:
-    """Return `config` with a Llama that has the memory estimate of the user's own model, which it replaces."""
+def config_for_memory_estimate(config: Config, own_shapes: OwnShapes, accelerator: bool) -> Config:
+    """Return `config` with a Llama in place of the user's own model, whose memory estimate is that of the model."""
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
     memory = expected_memory(alone.model_copy(update={"model": own_shapes.like}), Layout(1), accelerator)
     assert memory is not None, "the shapes of a family are known"
@@ -339,8 +336,8 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
     return parameters * DTYPE_BYTES[precision.parameter] + kept
 
 
-def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
-    """Estimate the bytes of a node's memory that copies of the state take at most; None for a model of your own.
+def node_memory_of_copies(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
+    """Estimate a node's memory, in bytes, that copies of the state take at most; None for a model of your own.
 
     A node holds the masters and states that its ranks update, of two steps, and those of another node's ranks too.
     """
@@ -538,12 +535,3 @@ def settings_left_to_memory(config: Config, layout: Layout) -> list[dict[str, ob
     if is_open and not (config.splits_backward or config.precision.matmul):
         choices += [settings | {"sequence_regather": True} for settings in choices]
     return choices
-
-
-def too_large_text(needed: float, memory: float, device: str) -> str:
-    """The message where the memory estimate of a rank exceeds that of its device."""
-    return (
-        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
-        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
-        f"train.recompute=full{see('runs#model-does-not-fit')}"
-    )

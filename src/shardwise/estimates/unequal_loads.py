@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.base import units
-from shardwise.config import Config, Layout
+from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.estimates.communication import step_transfers, wire_bytes
-from shardwise.estimates.feed_forward import feed_forward_rows
 from shardwise.estimates.memory import estimated_memory, neediest_rank
 from shardwise.estimates.rank_workload import RankWorkload
 
 
 def unequal_load_rows(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
     """Estimate the memory and bytes sent that a larger load of experts adds, as rows of text; none without routers."""
-    rows = [] if config.shapes is None else feed_forward_rows(config.shapes, layout)
+    rows = [] if config.shapes is None else _expert_rows(config.shapes, layout)
     if not layout.exchanges_tokens:
         return rows
     rank = neediest_rank(config, layout, accelerator)
@@ -30,3 +29,13 @@ def unequal_load_rows(config: Config, layout: Layout, accelerator: bool) -> list
         f"{units.size(needed[1] - needed[0])} more memory and sends (f - 1) × {units.size(sent[1] - sent[0])} more"
     )
     return [(name, text + further) for name, text in rows]
+
+
+def _expert_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
+    """The experts of a model as a row beside the estimates of a dry run; none for a dense model."""
+    rule = model.any_routing
+    if rule is None:
+        return []
+    local_experts = "all" if layout.expert == 1 else rule.experts // layout.expert
+    blocks = units.counted(len(model.routings), "block")
+    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {local_experts} on each rank")]

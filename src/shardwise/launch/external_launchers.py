@@ -268,11 +268,11 @@ def _first_host(variables: Mapping[str, str]) -> str:
             f"(SLURM_HET_SIZE) orders the ranks: the address of rank 0's node, which may be any of {nodes}"
             f"{see('runs#first-node-not-found')}"
         )
-    return address_of(first_name(nodes))
+    return first_node_address(first_name(nodes))
 
 
-def address_of(name: str) -> str:
-    """Return MASTER_ADDR for ranks that `srun` starts: the address of a node, by which other nodes reach it.
+def first_node_address(name: str) -> str:
+    """Return the address of the first node, by which others reach it: MASTER_ADDR for ranks that `srun` launches.
 
     Raises:
         ConfigError: it is not known. It is never guessed: a job that meets on a wrong machine hangs.

@@ -22,8 +22,8 @@ from shardwise.launch.environment import REPLAY, Rank, may_restart
 from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure
 from shardwise.launch.stop_requests import is_installed, signal_name
 from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_checkpoint_text, seconds_of
-from shardwise.runs.failure_record import FailureRecord, failure_of, recorded_sections
-from shardwise.runs.folder import RunDirectory, now, open_log
+from shardwise.runs.failure_record import FailureRecord, failure_of
+from shardwise.runs.folder import RunDirectory, now, open_log, read_config
 
 
 def show_error(
@@ -119,7 +119,7 @@ def failure_text(
         return failure.told
     # The block has a line for the log.
     lines = [line for line in failure.text.splitlines() if line.strip() and not line.startswith(TRACEBACK)]
-    sections = recorded_sections(directory)
+    sections = _recorded_sections(directory)
     checkpoint = newest_checkpoint(run)
     record = FailureRecord(
         time=now(),
@@ -137,6 +137,14 @@ def failure_text(
     with contextlib.suppress(OSError):
         record.write(directory)
     return "\n".join(record.lines(run))
+
+
+def _recorded_sections(directory: RunDirectory) -> Mapping[str, Mapping[str, Any]]:
+    try:
+        stored = read_config(directory)
+    except ConfigError:
+        return {}
+    return {name: section for name, section in stored.items() if isinstance(section, Mapping)}
 
 
 def resume_command(run: Path) -> str | None:

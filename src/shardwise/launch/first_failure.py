@@ -155,7 +155,7 @@ def stop_record(logs: Path) -> Path:
 
 
 def exit_codes_file(logs: Path) -> Path:
-    """Path of the launcher's file on the failed ranks of its node: rank → exit code, or minus the signal."""
+    """Path of the file beside that of the first failure, with a node's failed ranks: exit codes, or minus signals."""
     return logs / "exit-codes.json"
 
 

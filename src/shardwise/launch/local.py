@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwise.base.errors import RunError, StoppedError
+from shardwise.base.errors import EndedError, LaunchError, RunError, StoppedError
 from shardwise.base.files import reason_of
 from shardwise.base.hardware import cpu_count
 from shardwise.base.parsing import json_value
@@ -40,18 +40,6 @@ from shardwise.launch.stop_requests import signal_name
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _SHOW_CURSOR = "\x1b[?25h"
-
-
-class LaunchError(RunError):
-    """The launched ranks failed; `exit_code` is the one that the rank at fault asked for."""
-
-    def __init__(self, text: str, exit_code: int = 1) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-
-class EndedError(LaunchError):
-    """A signal ended the launched ranks at once: steps since the last checkpoint, if any were taken, are not saved."""
 
 
 def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:

@@ -94,7 +94,7 @@ def check_accelerators(nproc: int, accelerators: int) -> None:
 def as_rank(
     place: Rank | None, run_path: Path | None = None, on_refusal: Callable[[], None] | None = None
 ) -> Iterator[_RankExit]:
-    """Run the body of the `with` statement as one rank of a launch, and catch whatever it raises.
+    """Run the body of the `with` statement as the process of a launched rank, and catch whatever it raises.
 
     The user reads why the work failed, once for all ranks. In a job the process of the rank ends here, at once, whether
     the work failed or not: its peers may never answer again, and connections to them need not be closed.

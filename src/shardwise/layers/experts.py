@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
-from shardwise.config.routing import OBJECTIVES, SUMS, ExpertNames, Routing
+from shardwise.config.hugging_face_names import ExpertNames
+from shardwise.config.routing import OBJECTIVES, SUMS, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece

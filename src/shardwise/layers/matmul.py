@@ -110,7 +110,7 @@ def add_weight_gradient_(total: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def writes_in_place(x: Tensor, weight: Tensor) -> bool:
     """Return whether a matmul of these tensors can write its result where it is wanted."""
-    return not (by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
+    return not (by_onednn(x, weight) or _is_rewritten(x))
 
 
 class _Linear(torch.autograd.Function):
@@ -175,9 +175,7 @@ def usable(how: Overlap | None, x: Tensor, group: Group) -> Overlap | None:
 
     It must not in compiled graphs and under autocast, where torch rewrites or casts the matmuls itself.
     """
-    if how is None or group.size == 1 or len(x) == 0 or _is_rewritten(x):
-        return None
-    return how
+    return how if can_regather(x, group) else None
 
 
 def can_regather(x: Tensor, group: Group) -> bool:
@@ -438,7 +436,7 @@ def let_products_add(weights: Iterable[nn.Parameter], *, in_place: bool = True) 
 
 
 def add_without_cast(weights: Iterable[nn.Parameter]) -> None:
-    """Let backward passes add matrix products to the gradients of these weights in another dtype without a cast.
+    """Let matmuls in backward passes add to these weights' gradients, which have another dtype, without a cast.
 
     Each weight must be used once in a backward pass: the gradients of several uses would be added in their own dtype.
     """
@@ -558,14 +556,13 @@ def gradient_to_add_to(weight: Tensor) -> Tensor | None:
 
 def adds_in_one_kernel(total: Tensor, a: Tensor) -> bool:
     """Return whether `add_product_` adds the product of a bfloat16 matrix a to a float32 `total` in one kernel."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(total.device.type):
-        return False
-    return a.dtype == torch.bfloat16 and total.dtype == torch.float32 and devices.adds_products(total.device)
+    has_dtypes = a.dtype == torch.bfloat16 and total.dtype == torch.float32
+    return has_dtypes and not _is_rewritten(total) and adds_products(total.device)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a b` to `total`, in place: a `[O, T]` and b `[T, I]` in bfloat16, total `[O, I]` in float32."""
-    if devices.adds_products(total.device):
+    if adds_products(total.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)
@@ -578,3 +575,15 @@ def define_add_product() -> None:
     @torch.library.custom_op("shardwise::add_product_", mutates_args=("total",))
     def operator(total: Tensor, a: Tensor, b: Tensor) -> None:
         add_product_(total, a, b)
+
+
+@functools.cache
+def adds_products(device: torch.device) -> bool:
+    """True if one kernel of the device multiplies bfloat16 matrices and adds the product to a float32 one."""
+    try:
+        matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        total = torch.ones(16, 16, dtype=torch.float32, device=device)
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError):  # the first without the device's torch
+        return False
+    return torch_private.has_data(total) and bool((total == 17.0).all())

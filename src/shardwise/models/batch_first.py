@@ -11,12 +11,6 @@ from torch import Tensor, nn
 from shardwise.layers.loss import IGNORE_INDEX
 from shardwise.models.blocks import ModelPart
 
-PLAIN_MODULE = (
-    "of a plain module that takes ids [batch, sequence] and returns logits, `Trained = shardwise.batch_first(Module)` "
-    "makes the class to name"
-)
-"""The fix of the usual first error with a class of the user's, for the end of a message."""
-
 
 def batch_first(model_class: type[nn.Module]) -> type[nn.Module]:
     """The class to train in place of a plain one, whose weights have the same names.

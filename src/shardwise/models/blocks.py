@@ -78,7 +78,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """Makes the layers of a model from its configuration: holds all their other arguments.
+    """Makes the layers of a family's blocks from its configuration: holds all their other arguments.
 
     Attributes:
         group, sequence_parallel, recompute, part, vocab_multiple: as in `FamilyModel`.

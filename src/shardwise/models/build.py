@@ -20,14 +20,13 @@ from shardwise.config import (
     ModelConfig,
     OptimizerConfig,
 )
-from shardwise.distributed import devices
 from shardwise.distributed.mesh import ExpertRanks, Group, Mesh
 from shardwise.layers.execution import Compiler, Execution, made_with
+from shardwise.layers.matmul import adds_products
 from shardwise.models.blocks import ModelPart
 
 if TYPE_CHECKING:
     from shardwise.layers.balance import Balance
-    from shardwise.layers.expert_totals import ExpertTotals
 
 _ARCHITECTURES: dict[type[FamilyConfig], str] = {
     DecoderConfig: "llama:Llama",
@@ -107,7 +106,7 @@ def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
 
 
 def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
-    """Build the objectives of a model's routers as its configuration names them; None if there are none."""
+    """Build the objectives of routers for `build_model`, as the configuration names them; None if there are none."""
     coefficients: dict[str, Any] = {**config.optimizer.router_losses}
     if not coefficients or config.model.is_own:
         return None
@@ -126,15 +125,6 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     )
 
 
-def step_totals(model: nn.Module, config: ModelConfig, mesh: Mesh) -> list[ExpertTotals]:
-    """Return the totals that a built model adds up between logged steps, the same on all ranks."""
-    if not (config.is_own or config.is_sparse):
-        return []
-    from shardwise.layers.expert_totals import ExpertTotals
-
-    return ExpertTotals.of(model, config, mesh)
-
-
 def add_step_hooks(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: ModelConfig, settings: OptimizerConfig, mesh: Mesh
 ) -> None:
@@ -146,18 +136,18 @@ def add_step_hooks(
 
 
 def model_adds_products(config: Config, device: torch.device) -> bool:
-    """True if a model is built with linear layers that add products to float32 gradients, or return them in float32.
+    """True if `build_model` makes linear layers that add products to float32 gradients, or return them in float32.
 
     Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
     gradients of weights, as split backward passes do.
     """
     precision = config.precision.resolved(device.type != "cpu")
     is_plain = config.model.is_own or config.is_bit_equal or precision.gradient != "float32"
-    return not is_plain and devices.adds_products(device)
+    return not is_plain and adds_products(device)
 
 
 def model_adds_products_in_graphs(config: Config, device: torch.device) -> bool:
-    """True if a model is built with compiled blocks that add products to gradients, which one graph takes as inputs.
+    """True if `build_model` makes compiled blocks that add products to gradients, which one graph takes as inputs.
 
     With ZeRO-2 and 3 gradients have no memory before the first one of a step.
     """

@@ -32,9 +32,10 @@ Gate: TypeAlias = Literal["silu", "gelu_tanh"]
 
 
 def gated(gate_up: Tensor, act: Gate) -> Tensor:
-    """Return `act(gate) · up` of a Llama's MLP (arXiv:2002.05202), `[…, 2F]`, the gate first → `[…, F]`, in few passes.
+    """Compute what is between the matrices of a Llama's MLP: `[…, 2F]`, the gate first → `act(gate) · up`, `[…, F]`.
 
-    Only the input is kept for the backward pass. The bits are those of single operations.
+    It takes few passes (arXiv:2002.05202). Only the input is kept for the backward pass. The bits are those of single
+    operations.
     """
     return cast(Tensor, _Gated.apply(gate_up, act))  # type: ignore[no-untyped-call]
 

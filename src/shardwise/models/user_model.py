@@ -30,6 +30,7 @@ from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import load_user_object
 from shardwise.config import BITWISE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
 from shardwise.config.key_rules import FP8_MULTIPLE
+from shardwise.config.model import PLAIN_MODULE
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import of, placements, unplaced_state
@@ -37,7 +38,6 @@ from shardwise.distributed.torch_private import has_data
 from shardwise.layers.dropout import Dropout
 from shardwise.layers.execution import Execution, execution, made_with
 from shardwise.layers.linear import RowParallelLinear, linear_layers
-from shardwise.models.batch_first import PLAIN_MODULE
 from shardwise.models.blocks import ModelPart, gives_losses
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
-from shardwise.distributed import collectives, devices, placement
+from shardwise.distributed import collectives, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.placement import Piece
-from shardwise.distributed.torch_private import version_of
+from shardwise.distributed.torch_private import has_data, version_of
 from shardwise.layers.embedding import head_leaf
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse_order, memory_order, offsets_and_length
 from shardwise.optim.sharding import Cut, OptimizerDtypes
@@ -92,7 +92,7 @@ class Bucket:
         self.separate = dtype != master_dtype
         master = self.shard.to(master_dtype)
         self.on_host = on_host
-        self.master = nn.Parameter(devices.to_host(master) if on_host else master)
+        self.master = nn.Parameter(_pinned_copy(master) if on_host else master)
         self._versions = list(map(version_of, self.parameters))
         self._pending: list[Pending] = []
         self.reset()
@@ -458,3 +458,9 @@ def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             bound_method(parameter)
 
     return hook
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    """A device's tensor copied to the host's pinned memory, from and to which the host need not wait for copies."""
+    host = tensor.cpu()
+    return host.pin_memory() if has_data(host) else host

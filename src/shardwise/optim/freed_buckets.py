@@ -18,6 +18,7 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.torch_private import call_without_overrides
 from shardwise.layers.embedding import head_leaf
+from shardwise.layers.units import parameters_by_unit, unit_roots
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, bucket_bytes, packed
 from shardwise.optim.buckets import Bucket, has_matrices
 from shardwise.optim.sharding import Cut, OptimizerDtypes, Sharding
@@ -40,8 +41,8 @@ def release(flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def draw_in_place(parameter: nn.Parameter) -> None:
-    """Give memory and values to a parameter that lies in no freed bucket, if it was made without (`make_parameter`)."""
+def draw_outside_buckets(parameter: nn.Parameter) -> None:
+    """Draw a parameter that lies in no freed bucket, if it was made without memory (`make_parameter`)."""
     if not _has_memory(parameter):
         allocate(parameter)
         placement.draw_deferred(parameter, parameter.zero_())
@@ -258,6 +259,16 @@ class FreedWeights(FreedGradients):
         """Take over changes of gathered parameters to the owned part and the masters."""
         self.shard.copy_(self.values[self.owned])
         self.adopt_values()
+
+
+def places_in(model: nn.Module) -> dict[nn.Parameter, UnitPlace]:
+    """Return the places by which the optimizer makes buckets: stage and first unit of each parameter of a model."""
+    places: dict[nn.Parameter, UnitPlace] = {}
+    for number, stage in enumerate(unit_roots(model)):
+        for unit, parameters in enumerate(parameters_by_unit(stage).values()):
+            for p in parameters:
+                places.setdefault(p, UnitPlace(number, unit))
+    return places
 
 
 def make_buckets(

@@ -33,19 +33,19 @@ def learning_rate(settings: OptimizerConfig, steps: int, step: int) -> float:
 
 
 def decaying(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """The learning rate with `linear` and `cosine`: it decays from the end of the warmup on."""
+    """Compute the learning rate of a step with `linear` and `cosine`: it decays from the end of the warmup on."""
     shape: DecayShape = "cosine" if settings.schedule == "cosine" else "linear"
     end = RateAtStep(steps - settings.constant_steps + 1, settings.min_lr, shape)
     return rate_at([*_warmup(settings), end], step)
 
 
 def constant(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """The learning rate with `constant`: it stays at `lr`."""
+    """Compute the learning rate of a step with `constant`: it stays at `lr`."""
     return rate_at(_warmup(settings), step)
 
 
 def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """The learning rate with `wsd`: it stays at `lr`, and decays in the last `decay_steps` (arXiv:2404.06395)."""
+    """Compute the learning rate of a step with `wsd`: `lr`, but for the last `decay_steps` (arXiv:2404.06395)."""
     points = _warmup(settings)
     if settings.decay_steps:
         first_at_minimum = steps - settings.constant_steps + 1
@@ -55,7 +55,7 @@ def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> flo
 
 
 def by_points(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """The learning rate with `points`: it follows the user's curve."""
+    """Compute the learning rate of a step with `points`, the user's curve."""
     return rate_at([RateAtStep(point.at, settings.lr * point.factor, point.shape) for point in settings.points], step)
 
 
@@ -65,7 +65,7 @@ def _warmup(settings: OptimizerConfig) -> list[RateAtStep]:
 
 
 def rate_at(points: Sequence[RateAtStep], step: int) -> float:
-    """Return the learning rate of a step by the points of its curve.
+    """Compute the learning rate of a step between the points of a curve.
 
     With part p of the way between two points, from 0 to 1, the rate is `end + (start - end) · f(p)`: `f` is `1 - p`
     linear, `(1 + cos πp) / 2` cosine, `1 - √p` sqrt (arXiv:2405.18392).
@@ -88,7 +88,7 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
 
 
 def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
-    """Return a note on the learning rates of a schedule that ends at another step than before the resume; else None.
+    """Compare the learning rates of a schedule that ends at another step than before a resume: a note, or None.
 
     Args:
         former_steps: `train.steps` before the run was resumed.

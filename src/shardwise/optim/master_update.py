@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed.torch_private import divides_gradients, step_optimizer
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
+from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer, options_of
 
 _Item = TypeVar("_Item")
 _AHEAD = 2
@@ -27,6 +27,9 @@ class Update:
 
     Args:
         model: buckets of each of its parameter groups, whose masters are its parameters.
+
+    Attributes:
+        changed_options: numbers in parameter groups that the wrapped optimizer changes, such as a count of steps.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, model: ModelSlices) -> None:
@@ -37,6 +40,7 @@ class Update:
         numbers.reverse()
         self._in_forward_order = dict(sorted(numbers, key=lambda entry: entry[0].order))
         self._due = self._in_forward_order.copy()
+        self.changed_options: set[str] = set()
 
     def refuse_ahead(self, what: str) -> None:
         """Make all buckets due again; RuntimeError on `what` if this step has updated some of them `ahead`."""
@@ -59,7 +63,11 @@ class Update:
             inner.update(options_of(outer))
         yield from self._update(factor, number)
         for outer, inner in zip(groups, self._inner.param_groups, strict=True):
-            outer.update(options_of(inner))
+            options = options_of(inner)
+            self.changed_options |= {
+                name for name, value in options.items() if isinstance(value, int | float) and outer.get(name) != value
+            }
+            outer.update(options)
         self._due = self._in_forward_order.copy()
 
     def ahead(self, groups: Sequence[dict[str, Any]], factor: float, number: int, bucket: Bucket) -> Iterator[Bucket]:
@@ -124,13 +132,6 @@ def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
     if isinstance(factor, Tensor):
         return factor.reciprocal().to(device, torch.float32)
     return None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
-    options = group.copy()
-    del options["params"]
-    return options
 
 
 class HostUpdate(Update):

@@ -29,6 +29,8 @@ Number: TypeAlias = float | str
 """A number as JSON has it: infinities and NaN, which JSON lacks, are texts that `float` reads."""
 STEP = "step"
 """The number by which torch's classes count the steps of a parameter."""
+OPTION = "group."
+"""Begins the names of numbers that a class keeps in its parameter groups, such as `group.step` of pytorch_optimizer."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,28 @@ def names_by_bucket(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dic
 
 def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]:
     """Return the numbers that the wrapped optimizer keeps for each bucket, such as the count of its steps."""
+    options = _options_by_bucket(optimizer)
+    changed = optimizer._updates.changed_options
     return [
         {
             name: number if math.isfinite(number := float(value)) else str(number)
             for name, value in optimizer.inner.state[bucket.master].items()
             if is_number(value, bucket.master)
         }
+        | {
+            OPTION + name: value if math.isfinite(value) else str(value)
+            for name, value in options[bucket].items()
+            if name in changed
+        }
         for bucket in optimizer.buckets
     ]
+
+
+def _options_by_bucket(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, Any]]:
+    """Return the parameter group of each bucket, whose options count in the next step."""
+    bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
+    groups = zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True)
+    return {bucket_of[master]: outer for outer, inner in groups for master in inner["params"]}
 
 
 def unstorable_states(optimizer: ZeroRedundancyOptimizer) -> list[str]:
@@ -148,12 +164,9 @@ def unstorable_states(optimizer: ZeroRedundancyOptimizer) -> list[str]:
 
 def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, Any]]:
     """Return the state that the wrapped class makes for each bucket in its first step, by the options of its group."""
-    bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
-    kept: dict[Bucket, dict[str, Any]] = {}
-    for outer, inner in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True):
-        made = kept_state(optimizer._make_inner, outer)
-        kept |= {bucket_of[master]: made for master in inner["params"]}
-    return kept
+    options = _options_by_bucket(optimizer)
+    made = {id(group): kept_state(optimizer._make_inner, group) for group in optimizer.param_groups}
+    return {bucket: made[id(group)] for bucket, group in options.items()}
 
 
 def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_masters: bool) -> int:
@@ -213,12 +226,17 @@ def begin_restoring(
     groups = inner.state_dict()["param_groups"]
     inner.load_state_dict({"state": state if steps else {}, "param_groups": groups})
     if steps:
+        options = _options_by_bucket(optimizer)
         # `load_state_dict` would give tensors and numbers the dtype of the masters.
         for index, bucket in enumerate(optimizer.buckets):
             entries = inner.state[bucket.master]
             for name, value in state[index].items():
                 if name != STEP and isinstance(value, Tensor):
                     entries[name] = value.to(bucket.master.device)
+            for name, value in numbers[index].items():
+                if name.startswith(OPTION):
+                    options[bucket][name.removeprefix(OPTION)] = float(value) if isinstance(value, str) else value
+                    optimizer._updates.changed_options.add(name.removeprefix(OPTION))
             for name in names:
                 if name in kept[bucket]:
                     entries[name] = torch.zeros_like(bucket.master, dtype=optimizer.state_dtype)

@@ -28,8 +28,8 @@ from shardwise.distributed.random_bits import INCREMENT_32, hashed, scramble_, w
 from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
-from shardwise.optim.master_update import Update, options_of
-from shardwise.optim.wrapped_class import MakeOptimizer, ModelSlices, SliceOptimizer
+from shardwise.optim.master_update import Update
+from shardwise.optim.wrapped_class import MakeOptimizer, ModelSlices, SliceOptimizer, options_of
 
 _BITS = 16
 """Bits of a float32 that bfloat16 lacks."""

@@ -22,19 +22,8 @@ from torch import Tensor, nn
 from shardwise.distributed.torch_private import after_backward, tensors_in
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
 from shardwise.layers.units import parameters_by_unit, unit_roots
-from shardwise.optim.bucket_layout import UnitPlace
 from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.freed_buckets import FreedWeights
-
-
-def places_in(model: nn.Module) -> dict[nn.Parameter, UnitPlace]:
-    """Return the places by which the optimizer makes buckets: stage and first unit of each parameter of a model."""
-    places: dict[nn.Parameter, UnitPlace] = {}
-    for number, stage in enumerate(unit_roots(model)):
-        for unit, parameters in enumerate(parameters_by_unit(stage).values()):
-            for p in parameters:
-                places.setdefault(p, UnitPlace(number, unit))
-    return places
 
 
 class _Unit:

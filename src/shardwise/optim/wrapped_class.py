@@ -43,9 +43,18 @@ MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
 def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
     """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves, in 12 steps.
 
+    The numbers that it keeps must be equal too: Prodigy's and D-Adaptation's estimates of a distance, which are sums
+    over all weights, begin so small that weights differ much later.
+
     Raises:
         ValueError: names the class and what it did. Errors of its constructor about its options are passed on.
     """
+    name = optimizer_class.__name__
+    if callable(getattr(optimizer_class, "eval", None)):  # schedule-free classes; others have no such method
+        raise ValueError(
+            f"optimizer_class {name} cannot be sharded: its eval() gives the averaged weights that are to be evaluated "
+            "and saved, and a training would take those of its steps: choose a class without eval()"
+        )
     weight, gradients = (
         torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
         for seed, shape in enumerate(((6, 4), (_TRIAL_STEPS, 6, 4)))
@@ -55,18 +64,25 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     options = _trial_options(defaults)
     matrix = nn.Parameter(weight.clone())
     optimizer = optimizer_class([matrix], **options)
-    refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
+    refusal = f"optimizer_class {name} cannot be sharded: {_ADVICE}"
     try:
         _run(optimizer, matrix, gradients)
+        numbers = [_numbers(optimizer, matrix)]
         halves: list[Tensor] = []
         for part, gradient in zip(weight.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True):
             half = nn.Parameter(part.clone())
-            _run(optimizer_class([half], **options), half, gradient)
+            optimizer = optimizer_class([half], **options)
+            _run(optimizer, half, gradient)
+            numbers.append(_numbers(optimizer, half))
             halves.append(half)
     except RAISED as error:
         raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
     # Equal up to rounding: a fused kernel may add in another order at another length.
-    if not torch.allclose(matrix.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+    is_elementwise = torch.allclose(matrix.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7)
+    if not is_elementwise or any(
+        each.shape != numbers[0].shape or not torch.allclose(each, numbers[0], rtol=1e-5, atol=0.0, equal_nan=True)
+        for each in numbers[1:]
+    ):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
 
 
@@ -131,6 +147,20 @@ def _trial_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of a class as a trial on the CPU can have them: `capturable` needs an accelerator."""
     replaced = {"lr": 0.01, "capturable": False}
     return {key: replaced.get(key, value) for key, value in options.items()}
+
+
+def _numbers(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    """Return the numbers in an optimizer's group and in the state of its parameter, in the order of their names."""
+    entries = {**options_of(optimizer.param_groups[0]), **optimizer.state[parameter]}
+    numbers = [float(entries[name]) for name in sorted(entries) if is_number(entries[name], parameter)]
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    options = group.copy()
+    del options["params"]
+    return options
 
 
 def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from heapq import merge
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,14 @@ from shardwise.distributed.torch_private import WithoutCompiler
 from shardwise.optim import checks, gradient_norms, wrapped_class
 from shardwise.optim.bucket_collectives import Gathers, PartialGradients, Reductions
 from shardwise.optim.buckets import Bucket, weak_hook
-from shardwise.optim.freed_buckets import draw_in_place, make_buckets
+from shardwise.optim.freed_buckets import draw_outside_buckets, make_buckets, places_in
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
-from shardwise.optim.master_update import HostUpdate, Update, options_of
+from shardwise.optim.master_update import HostUpdate, Update
 from shardwise.optim.sharding import Cut, OptimizerDtypes, Ranks, Sharding, by_replicas
-from shardwise.optim.unit_weights import UnitWeights, places_in
-from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
+from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer, options_of
+
+if TYPE_CHECKING:
+    from shardwise.optim.unit_weights import UnitWeights
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -107,6 +109,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     """
 
     compares_values = True
+    steps = 0
     _clipped = False
     _norms: Tensor | None = None
     _has_weight_norm = False
@@ -162,7 +165,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._places = {} if model is None else places_in(model)
         self._scale = 1.0 / self.group.size if average else 1.0
         self._defaults = defaults
-        self.steps = 0
         self.buckets: list[Bucket] = []
         self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         each_pass = stage >= 2 and reduce == "micro_batch" and self.cut.ranks.size > 1
@@ -174,6 +176,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         super().__init__(params, self._make_inner({"params": [nn.Parameter(torch.zeros(1))]}).defaults)
         self._take_over(self.param_groups)
         if model is not None and stage == 3:
+            from shardwise.optim.unit_weights import UnitWeights  # for this stage alone
+
             self._weights = UnitWeights(model, self.buckets, prefetch, once_a_step=gather == "step")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -223,7 +227,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
-            draw_in_place(p)
+            draw_outside_buckets(p)
             collectives.broadcast_value(p, of_or_whole(p).pieces[0].replicas or self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
@@ -349,11 +353,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _reduce(self, *, measures_weights: bool) -> Tensor:
         if self._norms is not None:
             return self._norms
-        for p in self._frozen:
-            if p.grad is not None:
-                raise RuntimeError(
-                    "a parameter that was frozen when the optimizer was made has a gradient: make it again"
-                )
+        if any(p.grad is not None for p in self._frozen):
+            raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
         self._reductions.overlaps = False
         if self._update_stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._update_stream)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import files, terminal, units
-from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted
 from shardwise.runs.events import seconds_of
-from shardwise.runs.folder import RunDirectory, json_text, read_config
+from shardwise.runs.folder import RunDirectory, json_text
 from shardwise.runs.json_records import record_instance
 
 HEADING = "FAILED "
@@ -121,12 +120,3 @@ def failure_of(facts: Mapping[str, Any], last_start: Mapping[str, Any]) -> Failu
         return None
     time = seconds_of(asdict(record))
     return None if math.isnan(time) or time < seconds_of(last_start) else record
-
-
-def recorded_sections(directory: RunDirectory) -> Mapping[str, Mapping[str, Any]]:
-    """Return the sections of the configuration in a failed run's folder; {} if it cannot be read."""
-    try:
-        stored = read_config(directory)
-    except ConfigError:
-        return {}
-    return {name: section for name, section in stored.items() if isinstance(section, Mapping)}

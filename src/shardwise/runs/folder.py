@@ -46,18 +46,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.base.files import (
-    free_bytes,
-    lock,
-    open_own,
-    open_plain,
-    open_to_append,
-    read_plain,
-    reason_of,
-    require_trusted,
-    write_atomic,
-)
 from shardwise.base.parsing import count_of, read_mapping
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
@@ -90,7 +80,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
     try:
         return read_mapping(run.config)
     except OSError as error:
-        problem = reason_of(error)
+        problem = files.reason_of(error)
     except ConfigError as error:
         problem = "; ".join(error.problems)
     except ValueError as error:
@@ -126,12 +116,11 @@ def check_place(path: Path) -> None:
 
 @contextlib.contextmanager
 def _making(path: Path) -> Iterator[None]:
-    """Turn a failure to make `path` into a sentence for the user."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be made: {reason_of(error)}; start in a folder that can be written, with --run-dir "
+            f"{path} cannot be made: {files.reason_of(error)}; start in a folder that can be written, with --run-dir "
             "in one too"
             f"{see('runs#folder-not-writable')}"
         ) from None
@@ -151,7 +140,7 @@ class AppendedFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.path = path
             # Without a buffer: a process that is killed loses no line that it has written.
-            self._file = os.fdopen(open_to_append(path), "ab", buffering=0)
+            self._file = os.fdopen(files.open_to_append(path), "ab", buffering=0)
         self._waiting = b""
 
     def write(self, content: bytes) -> None:
@@ -176,7 +165,7 @@ def open_log(path: Path) -> TextIO:
     """Open a log in a run's folder, which is made, to append lines; ConfigError: it cannot be opened, or is a link."""
     with _making(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)
+        return os.fdopen(files.open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)
 
 
 def event_bytes(kind: str) -> bytes:
@@ -242,14 +231,14 @@ class RunDirectory:
             return self.config.exists() or self.metrics.exists() or self.results.exists()
         except OSError as error:
             raise ConfigError(
-                f"the run's folder {self.path} must be readable, and it cannot be read: {reason_of(error)}"
+                f"the run's folder {self.path} must be readable, and it cannot be read: {files.reason_of(error)}"
             ) from None
 
     def create(self) -> RunDirectory:
         """Make the missing folders. ConfigError: the path is no folder, or cannot be written."""
         self.require_folder()
         with _making(self.path):
-            require_trusted(self.path)
+            files.require_trusted(self.path)
             for folder in ("ranks", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
         return self
@@ -271,7 +260,7 @@ class RunDirectory:
         if run is None:
             run = uuid.uuid4().hex
             with _making(self.identity):
-                write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
+                files.write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run
 
     def key(self) -> str:
@@ -292,9 +281,9 @@ class RunDirectory:
             return
         marks = [event_bytes(kind) for kind in kinds]
         try:
-            file = open_plain(self.metrics)
+            file = files.open_plain(self.metrics)
         except OSError as error:
-            raise ConfigError(f"{self.metrics} cannot be read: {reason_of(error)}") from None
+            raise ConfigError(f"{self.metrics} cannot be read: {files.reason_of(error)}") from None
         with file:
             for line in file:
                 # To look for bytes is much faster than to parse: most lines are steps, which few readers ask for.
@@ -317,7 +306,7 @@ class RunDirectory:
 
     def require_room(self, needed: int) -> None:
         """Refuse a disk with fewer than `needed` free bytes under the folder by a ConfigError."""
-        free = free_bytes(self.path)
+        free = files.free_bytes(self.path)
         if free < needed:
             raise ConfigError(
                 f"the free disk space under {self.path} ({size(free)}) must be at least what one checkpoint takes "
@@ -342,7 +331,7 @@ class RunDirectory:
     def write_config(self, yaml_text: str) -> None:
         with _making(self.config):
             _keep_former(self.config)
-            write_atomic(self.config, yaml_text)
+            files.write_atomic(self.config, yaml_text)
 
     def write_environment(
         self,
@@ -373,10 +362,10 @@ class RunDirectory:
         }
         with _making(self.environment):
             _keep_former(self.environment)
-            write_atomic(self.environment, json_text(facts, indent=2) + "\n")
+            files.write_atomic(self.environment, json_text(facts, indent=2) + "\n")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        write_atomic(self.results, json_text(results, indent=2) + "\n")
+        files.write_atomic(self.results, json_text(results, indent=2) + "\n")
 
     def recorded_failure(self) -> dict[str, Any]:
         """Return the content of failure.json; {} if it is missing or damaged."""
@@ -402,9 +391,8 @@ def last_kept_step(event: Mapping[str, Any]) -> int | None:
 
 
 def _keep_former(path: Path) -> None:
-    """Keep a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
     if path.is_file():
-        write_atomic(_numbered(path), read_plain(path))
+        files.write_atomic(_numbered(path), files.read_plain(path))
 
 
 def _numbered(path: Path) -> Path:
@@ -413,7 +401,6 @@ def _numbered(path: Path) -> Path:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """Return the record in a file; {} if the file cannot be read, or is damaged."""
     with contextlib.suppress(OSError, ValueError):
         return read_record(path)
     return {}
@@ -436,13 +423,13 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         with _making(self._run):
-            descriptor = open_own(self._run / _LOCK, os.O_RDWR | os.O_CREAT)
+            descriptor = files.open_own(self._run / _LOCK, os.O_RDWR | os.O_CREAT)
         has_lock = False
         try:
             # `is_held` takes the lock for a moment, so a single refusal does not count.
             for pause in (0, 0.05, 0.1, 0.2):
                 time.sleep(pause)
-                if has_lock := lock(descriptor, wait=False):
+                if has_lock := files.lock(descriptor, wait=False):
                     break
         except OSError as error:
             # A disk without locks must not keep anybody from training: `problem` leads to a warning.
@@ -486,7 +473,7 @@ class RunLock:
         except OSError as error:
             return not isinstance(error, FileNotFoundError)
         try:
-            return not lock(descriptor, wait=False, shared=True)
+            return not files.lock(descriptor, wait=False, shared=True)
         except OSError:
             return True
         finally:
@@ -568,7 +555,7 @@ class FollowedFolder:
         except OSError as error:
             raise RunError(
                 f"the run's folder ({self._path}) was renamed to {new_path} while the run trained, and a link of the "
-                f"old name cannot be made ({reason_of(error)}): start again with --run-dir {new_path}"
+                f"old name cannot be made ({files.reason_of(error)}): start again with --run-dir {new_path}"
             ) from None
         self.renamed_to = new_path
 
@@ -580,7 +567,6 @@ class FollowedFolder:
 
 
 def _is_at(status: os.stat_result, path: Path) -> bool:
-    """Return whether a path leads to a file, and not through a link."""
     try:
         return os.path.samestat(status, path.lstat())
     except OSError:

@@ -55,7 +55,7 @@ def _allocator_line(device: torch.device) -> str:
 
 
 def memory_for_steps(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes that a device's checks let each rank of this machine use to train; None if nobody knows.
+    """Check how many bytes of a device each rank of this machine may use to train; None if nobody knows.
 
     Ranks on the CPU share what the machine has available.
     """
@@ -67,7 +67,7 @@ def memory_for_steps(device: torch.device, ranks: int) -> int | None:
 
 
 def config_for_device_memory(config: Config, layout: Layout, mesh: Mesh) -> tuple[Config, str | None]:
-    """Choose what keys of a training leave to its devices' memory; return the configuration, and a text on the choice.
+    """Check the devices' memory, and choose what keys leave to it; return the configuration, and a text on the choice.
 
     Collective.
 

@@ -22,7 +22,7 @@ import torch
 from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data import EvaluationSets, PreparedData, make_batches
-from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
+from shardwise.data.samples.batch import Batch, Batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.masks import DocumentSizes
@@ -103,7 +103,7 @@ class Feed:
         train = self._config.train
         dp = self._mesh.dp
         portion = dp.size * train.micro_batch
-        total = eval_micro_batches(batches.num_samples, train.eval_batches, train.global_batch, portion)
+        total = batches.eval_micro_batches(train.eval_batches, train.global_batch, portion)
         reading = batches.eval_batches(train.eval_batches, train.global_batch, dp.rank, dp.size, train.micro_batch)
         places_MB = batches.places_of_rank(total * portion, dp.rank, dp.size, train.micro_batch)
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import TrainConfig
+from shardwise.config.model import PLAIN_MODULE
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
-from shardwise.models.batch_first import PLAIN_MODULE
 from shardwise.models.blocks import gives_losses
 from shardwise.models.masks import DocumentSizes
 

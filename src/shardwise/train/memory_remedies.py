@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from shardwise.base.errors import ConfigError
-from shardwise.base.units import size
+from shardwise.base import units
+from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise.estimates.memory import expected_memory, memory_of_machine
@@ -57,7 +57,7 @@ def _listed(
             remedies.append((0, setting))
         elif changed_bytes < present_bytes:
             saved = present_bytes - changed_bytes
-            remedies.append((saved, f"{setting} ({size(saved)} less)"))
+            remedies.append((saved, f"{setting} ({units.size(saved)} less)"))
     return "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0])) or "a smaller model"
 
 
@@ -97,3 +97,12 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
             yield f"{section}.{key}={shown}{ranks}", changed, factor * layout.world
     if optimizer.zero:
         yield f"{2 * layout.world} ranks, which share the optimizer state", config, 2 * layout.world
+
+
+def too_large_text(needed: float, memory: float, device: str) -> str:
+    """The message where the memory estimate of a rank exceeds that of its device."""
+    return (
+        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
+        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
+        f"train.recompute=full{see('runs#model-does-not-fit')}"
+    )

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.config import ModelConfig, ParallelConfig
+from shardwise.config.model import PLAIN_MODULE
 from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import further_gradients, placements
-from shardwise.models.batch_first import PLAIN_MODULE
 from shardwise.models.blocks import gives_losses
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer

@@ -93,7 +93,7 @@ def require_same_on_ranks(settings: Mapping[str, Any], mesh: Mesh, run_path: Pat
 
 
 def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
-    """Join the job, and compare the folder that each rank was given with rank 0's; None: it was given none. Collective.
+    """Require that all ranks were given the same folder of the run, or none: None. Joins the job first. Collective.
 
     Args:
         timeout: seconds, as in `join`.

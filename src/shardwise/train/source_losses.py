@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.loss import SampleLosses
 from shardwise.train.mean_loss import MicroBatch
+from shardwise.train.step_record import StepDetail
 
 
 class SourceLosses:

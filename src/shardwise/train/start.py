@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import user_path
 from shardwise.base.hardware import cpu_count
 from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, resumed_companions
@@ -106,7 +107,8 @@ def open_run(
     sets = while_others_wait(lambda: prepare_evaluation_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     load = config.checkpoint.load
-    base_model = load if load is not None and hub.is_hub_id(load) else None
+    is_on_hub = load is not None and hub.is_hub_name(load) and not user_path(load).exists()
+    base_model = load if is_on_hub else None
     folder: _RunFolder | None = None
     companions = Companions()
     rank = mesh.world.rank

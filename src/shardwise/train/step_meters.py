@@ -28,15 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.build import step_totals
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
-from shardwise.train.step_record import StepRecord, Straggler
+from shardwise.train.step_record import StepDetail, StepRecord, Straggler
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
@@ -253,7 +251,11 @@ class StepMeters:
 
             self.sources = SourceLosses(batches, mesh)
         self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
-        self.totals += step_totals(training.model, training.config.model, mesh)
+        model = training.config.model
+        if model.is_own or model.is_sparse:
+            from shardwise.train.expert_totals import ExpertTotals
+
+            self.totals += ExpertTotals.of(training.model, model, mesh)
         self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(

@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
-
-from shardwise.base.step_detail import StepDetail
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.pipeline.clock import StepTiming
@@ -57,6 +55,23 @@ class Progress:
             spike = (loss - mean) / deviation
         self.losses.append(loss)
         return spike
+
+
+@dataclass(frozen=True)
+class StepDetail:
+    """Numbers that a part of a training adds to the record of a logged step, under the names of the run's files.
+
+    Attributes:
+        numbers: beside the loss, in metrics and trackers.
+        facts: further entries of the step's event.
+        scalars: further numbers for trackers, by prefix.
+        lines: entries of a line in a file of their own, by its name without `.jsonl`.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    scalars: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    lines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import (
     MemoryEstimate,
     checkpoint_bytes,
+    config_for_memory_estimate,
     expected_memory,
     memory_by_rank,
     memory_of_machine,
-    memory_stand_in,
     neediest_rank,
     offloaded_bytes,
 )
@@ -108,7 +108,7 @@ def dry_run(
     counts: OwnShapes | None = None,
     as_json: bool = False,
 ) -> str:
-    """The facts that follow from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
+    """The summary of a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
     Args:
         predicted: prediction for other machines; None for this machine.
@@ -119,7 +119,7 @@ def dry_run(
     summary = _Summary(config, layout, accelerator)
     sized = summary
     if counts is not None:
-        sized = _Summary(memory_stand_in(config, counts, accelerator), layout, accelerator, counts)
+        sized = _Summary(config_for_memory_estimate(config, counts, accelerator), layout, accelerator, counts)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [

@@ -32,8 +32,7 @@ from shardwise.verify.miniature import miniature_at_cell
 from shardwise.verify.recorded_choices import Recorded, RecordedChoices, train_with_choices
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 
-_SAMPLES = 256
-"""Samples of the random text; longer trainings read them again."""
+_SAMPLES = 256  # samples of the random text; longer trainings read them again
 _PROGRESS_KEYS = ("samples", "position", "tokens")
 """Keys of a manifest, and attributes of a training's progress, that say how far it is."""
 _REFERENCE_FILE = "reference.pt"
@@ -41,19 +40,14 @@ _REFERENCE_FILE = "reference.pt"
 
 @dataclass(frozen=True)
 class ReferenceTraining:
-    """The training in one process, with which each cell's is compared.
-
-    Attributes:
-        weights: initial weights by canonical name.
-        gradients: gradients of the first step by canonical name.
-        states: texts of the training's state after its middle and after its end (`_state_texts`).
-        choices: experts that routers chose; empty for a dense model, and in bit-equal training.
-    """
+    """The training in one process, with which each cell's is compared."""
 
     losses: Sequence[float]
-    weights: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # initial weights by canonical name
+    gradients: Mapping[str, Tensor]  # gradients of the first step by canonical name
+    # Texts of the training's state after its middle and after its end (`_state_texts`).
     states: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    # Experts that routers chose; empty for a dense model, and in bit-equal training.
     choices: Recorded = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
@@ -112,7 +106,6 @@ def _save_checkpoint(trainer: Trainer, root: Path) -> Path:
 
 
 def _resumed_trainer(config: Config, cell: Cell, folder: Path, choices: RecordedChoices | None = None) -> Trainer:
-    """Build a trainer that continues from a checkpoint. Collective."""
     trainer = make_trainer(config, cell, choices)
     checkpoint = Root.of(str(folder))
     manifest = read_manifest(checkpoint, trainer.mesh.world)
@@ -137,8 +130,7 @@ def _state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, s
 def _train_first_half(trainer: Trainer, target: Path) -> tuple[ReferenceTraining, Path]:
     """Train to the middle and save there. Collective.
 
-    Returns:
-        what a reference has, of this rank's stages and on the host, with the state of the middle alone; the checkpoint.
+    Return what a reference has, of this rank's stages, on the host, with the state of the middle; and the checkpoint.
     """
     weights = {
         name: tensor.cpu() for name, tensor in canonical_weights(trainer.model, optimizer=trainer.optimizer).items()
@@ -272,7 +264,6 @@ def _largest(by_name: Mapping[str, float]) -> tuple[float, str]:
 
 
 def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference from the last losses of `reference`."""
     expected_losses = reference[len(reference) - len(losses) :]
     differences = {
         str(step): abs(loss - expected) / abs(expected)

@@ -12,17 +12,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ShardwiseError, shown
+from shardwise.base.errors import EndedError, LaunchError, ShardwiseError, shown
 from shardwise.base.hardware import accelerators
-from shardwise.launch.local import EndedError, LaunchError, agent_ahead
-from shardwise.verify.machine_checks import Check, failed_check, passed_check
+from shardwise.launch.local import agent_ahead
+from shardwise.verify.machine_checks import Check
 from shardwise.verify.rank_calls import call_on_ranks
 
-_TIMEOUT = 60.0
-"""Seconds after which a rank gives up that waits for the other one."""
+_TIMEOUT = 60.0  # seconds after which a rank gives up that waits for the other one
 _RANKS = 2
-_ELEMENTS = 2**20
-"""Elements of the tensor: 4 MiB of float32."""
+_ELEMENTS = 2**20  # elements of the tensor: 4 MiB of float32
 _FIX = (
     "if the ranks cannot connect, name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the "
     "firewall pass local connections; NCCL_DEBUG=INFO says more"
@@ -48,14 +46,15 @@ def check_collective() -> Check:
         raise
     except (ShardwiseError, OSError, ValueError) as error:
         # The folder stays: the message names logs in it.
-        return failed_check("collective", shown(str(error)), _FIX)
+        return Check("collective", "wrong", shown(str(error)), _FIX)
     shutil.rmtree(folder, ignore_errors=True)
     present = accelerators()[1]
     if facts["accelerators"] < present:
         text = f"torch {facts['torch']} finds {facts['accelerators']} accelerators, and this machine has {present}"
-        return failed_check("collective", text, "install a torch that is built for them, or their driver")
-    return passed_check(
+        return Check("collective", "wrong", text, "install a torch that is built for them, or their driver")
+    return Check(
         "collective",
+        "ok",
         f"2 ranks on {facts['device']} by {facts['backend']}: 4 MiB summed in {1000 * facts['seconds']:.1f} ms",
     )
 

@@ -40,21 +40,16 @@ class Cell:
 
     `tensor`, `sequence`, `context`, `expert`, `pipeline`, `zero` and `recompute` are the configuration keys of these
     names.
-
-    Attributes:
-        device: `cpu`, or the kind of accelerator.
-        ranks: number of ranks; the data-parallel degree is `ranks` / (`tensor` × `context` × `pipeline`).
-        schedule: schedule of the pipeline; None without one.
     """
 
-    device: str = "cpu"
-    ranks: int = 1
+    device: str = "cpu"  # `cpu`, or the kind of accelerator
+    ranks: int = 1  # number of ranks; the data-parallel degree is `ranks` / (`tensor` × `context` × `pipeline`)
     tensor: int = 1
     sequence: bool = False
     context: int = 1
     expert: int = 1
     pipeline: int = 1
-    schedule: Schedule | None = None
+    schedule: Schedule | None = None  # schedule of the pipeline; None without one
     zero: int = 0
     recompute: Recompute = "none"
 

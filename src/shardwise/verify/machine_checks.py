@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
 _LITTLE_DISK = 2 * 2**30
 _LITTLE_MEMORY = 2**30
-_LITTLE_SHARED = 64 * 2**20
-"""Docker's default for /dev/shm, in which NCCL's buffers of a few ranks do not fit."""
-_FEW_FILES = 4096
-"""gloo keeps two sockets for each pair of ranks in each group."""
+_LITTLE_SHARED = 64 * 2**20  # Docker's default for /dev/shm, in which NCCL's buffers of a few ranks do not fit
+_FEW_FILES = 4096  # gloo keeps two sockets for each pair of ranks in each group
 _INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -42,29 +40,12 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Check:
-    """The finding of one check of `shardwise doctor`.
-
-    Attributes:
-        status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
-        mend: advice; empty if all is well.
-    """
+    """The finding of one check of `shardwise doctor`."""
 
     name: str
-    status: Status
+    status: Status  # `wrong` if trainings fail here; `warning` if some do, or they are slow
     found: str
-    mend: str = ""
-
-
-def passed_check(name: str, found: str) -> Check:
-    return Check(name, "ok", found)
-
-
-def _warning(name: str, found: str, mend: str) -> Check:
-    return Check(name, "warning", found, mend)
-
-
-def failed_check(name: str, found: str, mend: str) -> Check:
-    return Check(name, "wrong", found, mend)
+    mend: str = ""  # advice; empty if all is well
 
 
 def check_machine(run_path: Path) -> Iterator[Check]:
@@ -80,12 +61,13 @@ def check_machine(run_path: Path) -> Iterator[Check]:
 
 
 def _check_devices(dev: Path = Path("/dev")) -> Iterator[Check]:
-    """Check the accelerators that a run would use, and those that it could not."""
     from shardwise.base.local_devices import devices_of_machine as list_devices
 
     listed = list_devices({})
     for problem in listed.problems:
-        yield _warning("devices", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver")
+        yield Check(
+            "devices", "warning", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver"
+        )
     shown = "; ".join(map(_described, listed.devices))
     kind, count = accelerators()
     is_listed = any(device.kind != "cpu" for device in listed.devices)
@@ -94,10 +76,10 @@ def _check_devices(dev: Path = Path("/dev")) -> Iterator[Check]:
         torch = torch_version() or "(not installed)"
         problem = f"{shown}: trainings here run on the CPU, as torch {torch} or the environment hides them"
         mend = "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES"
-        yield _warning("devices", problem, mend)
+        yield Check("devices", "warning", problem, mend)
     else:
         usable = f"{count} × {kind}" if count else "no accelerator, so ranks run on the CPU"
-        yield passed_check("devices", f"{shown}: {usable}")
+        yield Check("devices", "ok", f"{shown}: {usable}")
 
 
 def _described(device: LocalDevice) -> str:
@@ -110,45 +92,40 @@ def _described(device: LocalDevice) -> str:
 
 
 def _check_network(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
-    """Check the network: interfaces, RDMA ports, and the address of this machine's own name."""
     import psutil
 
     states = psutil.net_if_stats()
     up = [name for name in psutil.net_if_addrs() if name in states and states[name].isup]
     speeds = {name: f" ({states[name].speed:,} Mbit/s)" if states[name].speed > 0 else "" for name in up}
-    yield passed_check("network", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
+    yield Check("network", "ok", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
     for key in _INTERFACE_KEYS:
         value = variables.get(key, "")
         # NCCL and gloo take beginnings of names; `=` asks NCCL for whole names, and `^` for all others.
         names = [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
         if names and not value.startswith("^") and not any(interface.startswith(tuple(names)) for interface in up):
-            yield failed_check("network", f"{key} ({value}) must name an interface that is up", f"unset {key}")
+            yield Check("network", "wrong", f"{key} ({value}) must name an interface that is up", f"unset {key}")
     for port in sorted(infiniband.glob("*/ports/*/state")):
         state = port.read_text(encoding="ascii", errors="replace").strip()
         name = f"{port.parents[2].name} port {port.parent.name}"
         if state.endswith("ACTIVE"):
-            yield passed_check("RDMA", f"{name} is active")
+            yield Check("RDMA", "ok", f"{name} is active")
         else:
             mend = "connect it, or set NCCL_IB_HCA to the ports that are"
-            yield _warning("RDMA", f"{name} ({state}) must be active", mend)
+            yield Check("RDMA", "warning", f"{name} ({state}) must be active", mend)
     host = socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        yield _warning(
+        yield Check(
             "network",
+            "warning",
             f"the name of this machine ({host}) leads nowhere: {reason_of(error)}",
             "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks use",
         )
 
 
 def _check_threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Check:
-    """Check the threads of a rank.
-
-    Args:
-        cpus: number of CPUs that the process may run on.
-        limit: CPUs that its container may use at once; None without a limit.
-    """
+    """Check the threads of a rank on `cpus` CPUs, of which its container may use `limit` at once; None: all."""
     value = variables.get("OMP_NUM_THREADS")
     usable = cpus if limit is None else min(cpus, max(1, int(limit)))
     cpus_text = counted(cpus, "CPU")
@@ -158,18 +135,17 @@ def _check_threads(variables: Mapping[str, str], cpus: int, limit: float | None)
     if value is None:
         if usable < cpus:
             problem = f"{cpus_text}: each rank would start a thread on every CPU"
-            return _warning("threads", problem, fix)
-        return passed_check("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
+            return Check("threads", "warning", problem, fix)
+        return Check("threads", "ok", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
     threads = whole_number(value)
     if not threads:
-        return _warning("threads", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
+        return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
     if threads > usable:
-        return _warning("threads", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
-    return passed_check("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
+        return Check("threads", "warning", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
+    return Check("threads", "ok", f"{cpus_text}; OMP_NUM_THREADS {value}")
 
 
 def _cpu_limit() -> float | None:
-    """Return the number of CPUs that the container may use at once; None without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)
@@ -179,11 +155,11 @@ def _cpu_limit() -> float | None:
 
 def _check_memory(free: int | None) -> Check:
     if free is None:
-        return passed_check("memory", "the system does not tell how much is free")
+        return Check("memory", "ok", "the system does not tell how much is free")
     if free < _LITTLE_MEMORY:
         mend = "end other processes, or choose a machine with more"
-        return _warning("memory", f"free memory ({size(free)}) must be at least {size(_LITTLE_MEMORY)}", mend)
-    return passed_check("memory", f"{size(free)} free")
+        return Check("memory", "warning", f"free memory ({size(free)}) must be at least {size(_LITTLE_MEMORY)}", mend)
+    return Check("memory", "ok", f"{size(free)} free")
 
 
 def _check_limits() -> Iterator[Check]:
@@ -194,13 +170,15 @@ def _check_limits() -> Iterator[Check]:
     # A limit of -1 stands for none.
     if 0 <= most < _FEW_FILES:
         mend = f"raise it: ulimit -Hn {_FEW_FILES}, or LimitNOFILE of the service"
-        yield _warning("open files", f"the limit ({most:,}) must be at least {_FEW_FILES:,} for many ranks", mend)
+        yield Check(
+            "open files", "warning", f"the limit ({most:,}) must be at least {_FEW_FILES:,} for many ranks", mend
+        )
     else:
-        yield passed_check("open files", "no limit" if most < 0 else f"up to {most:,}")
+        yield Check("open files", "ok", "no limit" if most < 0 else f"up to {most:,}")
     shared = Path("/dev/shm")
     if accelerators()[1] and shared.is_dir() and free_bytes(shared) < _LITTLE_SHARED:
         problem = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
-        yield failed_check("shared memory", problem, "start the container with --shm-size=1g or --ipc=host")
+        yield Check("shared memory", "wrong", problem, "start the container with --shm-size=1g or --ipc=host")
 
 
 def _check_folder(name: str, folder: Path) -> Iterator[Check]:
@@ -218,36 +196,35 @@ def _check_folder(name: str, folder: Path) -> Iterator[Check]:
                 lock(file.fileno(), wait=False)
             except NoLocksError:
                 problem = f"the disk of {folder} has no locks: a second run in one folder is not refused"
-                yield _warning(name, problem, "start one run in a folder, or choose another disk by --run-dir")
+                yield Check(name, "warning", problem, "start one run in a folder, or choose another disk by --run-dir")
     except OSError as error:
         setting = "--run-dir" if name == "run folder" else "SHARDWISE_CACHE"
         mend = f"make it writable, or choose another by {setting}"
-        yield failed_check(name, f"{folder} cannot be written: {reason_of(error)}", mend)
+        yield Check(name, "wrong", f"{folder} cannot be written: {reason_of(error)}", mend)
         return
     free = free_bytes(existing)
     if free < _LITTLE_DISK:
         problem = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
-        yield _warning(name, problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
+        yield Check(name, "warning", problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
     else:
-        yield passed_check(name, f"{folder} can be written, {size(free)} free")
+        yield Check(name, "ok", f"{folder} can be written, {size(free)} free")
 
 
 def _check_launcher(variables: Mapping[str, str]) -> Check:
-    """Check for variables of a launcher in a process that no launcher started."""
     problem = unjoined(variables)
     place_in_job = joined(variables)
     if problem is not None:
         mend = "unset RANK and WORLD_SIZE, which a launcher sets for its ranks"
-        return failed_check("launcher", problem, mend)
+        return Check("launcher", "wrong", problem, mend)
     if place_in_job is not None:
-        return passed_check("launcher", f"this is rank {place_in_job.rank} of {place_in_job.world}")
+        return Check("launcher", "ok", f"this is rank {place_in_job.rank} of {place_in_job.world}")
     try:
         task = task_of(variables)
     except ConfigError as error:
-        return failed_check("launcher", str(error), "start it as the message says, or unset these variables")
+        return Check("launcher", "wrong", str(error), "start it as the message says, or unset these variables")
     if task is not None:
-        return passed_check("launcher", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
-    return passed_check("launcher", "none: `shardwise train` starts the local ranks itself")
+        return Check("launcher", "ok", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
+    return Check("launcher", "ok", "none: `shardwise train` starts the local ranks itself")
 
 
 _EXTRA = re.compile(r"""extra == ['"]([^'"]+)""")
@@ -268,14 +245,14 @@ def check_software(
         requirements = [Requirement(text) for text in requires("shardwise") or []]
     except metadata.PackageNotFoundError:
         problem = f"shardwise {__version__} is imported from a folder, and which versions it needs is not known"
-        yield _warning("packages", problem, "pip install shardwise, or pip install -e . in its source")
+        yield Check("packages", "warning", problem, "pip install shardwise, or pip install -e . in its source")
         return
     python = platform.python_version()
     supported = SpecifierSet(metadata.metadata("shardwise")["Requires-Python"])
     if python in supported:
-        yield passed_check("python", f"{python}, of {supported}")
+        yield Check("python", "ok", f"{python}, of {supported}")
     else:
-        yield failed_check("python", f"{python} must be {supported}", "make an environment with a Python that is")
+        yield Check("python", "wrong", f"{python} must be {supported}", "make an environment with a Python that is")
     well: dict[str, list[str]] = {"torch": [], "packages": []}
     missing: dict[str, list[str]] = {}
     for requirement in requirements:
@@ -301,4 +278,4 @@ def check_software(
         lacking = f"{listing(missing[name])} " if group and name in missing else ""
         optional = f"{lacking}not installed, which is optional: pip install 'shardwise{name}'"
         if name in missing or group:
-            yield passed_check(name, optional if name in missing else ", ".join(group))
+            yield Check(name, "ok", optional if name in missing else ", ".join(group))

@@ -21,12 +21,10 @@ _PARALLEL_KEYS = ("vocab_multiple", "tensor_overlap", "sequence_regather", "repl
 _LENGTH = 16
 _WINDOW = 5
 _VOCABULARY = 128
-_BUCKET_MIB = 0.1
-"""MiB of gradients in a bucket: even so small a model then has several."""
+_BUCKET_MIB = 0.1  # MiB of gradients in a bucket: even so small a model then has several
 SAMPLES_WITH_BITS = 2
 """Samples of a micro-batch in bit-equal training: products and sums over several samples are compared, too."""
-_END = 3
-"""The token that ends a document in random text."""
+_END = 3  # the token that ends a document in random text
 
 
 def miniature(
@@ -177,7 +175,6 @@ def _fits(kv_heads: int, degree: int) -> bool:
 
 
 def _are_alike(size: int, new_size: int, degrees: Iterable[int]) -> bool:
-    """Return whether the same degrees divide both sizes."""
     return all((size % degree == 0) == (new_size % degree == 0) for degree in degrees)
 
 
@@ -232,7 +229,6 @@ def trainable_cells(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], 
 
 
 def _check_own_model(config: Config) -> None:
-    """Raise ConfigError if the model is a class of the user's that does not take the arguments that a layout needs."""
     if config.shapes is not None:
         return
     # Costly to import, for models of the user's own alone.

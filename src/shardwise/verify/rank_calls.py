@@ -1,11 +1,12 @@
 """A function called on new ranks of this machine, whose results come back: the harness of measurements.
 
-`verify`, `doctor` and `plan --calibrate` start ranks by `shardwise.verify.called_rank`, and import no
+`verify`, `doctor` and `plan --calibrate` start ranks by `python -m` of this module, and import no
 torch for it. Function, arguments and results pass as pickles through a folder that only this user can read.
 """
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -14,28 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.local import EndedError, LaunchError, launch
+from shardwise.base.errors import EndedError, LaunchError
+from shardwise.launch.environment import keep_own
+from shardwise.launch.local import launch
+from shardwise.launch.rank_process import as_rank, enter_job
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.distributed.mesh import Group
 
-CALL_FILE = "call.pickle"
-RESULTS_FILE = "results.pickle"
+_CALL_FILE = "call.pickle"
+_RESULTS_FILE = "results.pickle"
 
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of rank 0 of called ranks, and the error that ended the ranks before they were done.
+    """The results of rank 0 of called ranks, and the error that ended the ranks before they were done."""
 
-    Attributes:
-        values: the result of the function, or all that it yielded before the end.
-        failure: None if all ranks have done their work.
-    """
-
-    values: list[Any]
-    failure: LaunchError | None
+    values: list[Any]  # the result of the function, or all that it yielded before the end
+    failure: LaunchError | None  # None if all ranks have done their work
 
     def single(self) -> Any:
         """Return the only result; raise the failure if there is one."""
@@ -59,11 +58,11 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
         EndedError: a signal of the user ended the ranks.
     """
     # Results of an earlier call in this folder would be taken for those of this one.
-    (folder / RESULTS_FILE).unlink(missing_ok=True)
-    (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
+    (folder / _RESULTS_FILE).unlink(missing_ok=True)
+    (folder / _CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
     failure = None
     try:
-        launch([sys.executable, "-P", "-m", "shardwise.verify.called_rank", str(folder)], ranks, folder)
+        launch([sys.executable, "-P", "-m", __name__, str(folder)], ranks, folder)
     except EndedError:
         raise
     except LaunchError as error:
@@ -73,7 +72,7 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
 
 def _read_results(folder: Path) -> Iterator[Any]:
     """Yield the results so far, without a last one that its rank could not finish."""
-    path = folder / RESULTS_FILE
+    path = folder / _RESULTS_FILE
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -105,3 +104,24 @@ def join_called_ranks(device: torch.device, timeout: float = 600.0) -> Iterator[
     yield Group.world()
     # Not in a `finally`: after an error other ranks may have ended, and would never answer.
     leave()
+
+
+def main() -> int:
+    """Do the call of a folder as one of its ranks: `python -m shardwise.verify.rank_calls FOLDER`."""
+    # First, as the caller may be a rank of another job, whose variables are inherited.
+    keep_own()
+    place = enter_job(None)
+    with as_rank(place) as ending:
+        folder = Path(sys.argv[1])
+        function, arguments = pickle.loads((folder / _CALL_FILE).read_bytes())
+        result = function(*arguments)
+        for value in result if inspect.isgenerator(result) else [result]:
+            if place is None or place.rank == 0:
+                # Opened for each value, so that it is in the file before the next one is computed.
+                with (folder / _RESULTS_FILE).open("ab") as file:
+                    pickle.dump(value, file)
+    return ending.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,26 +25,9 @@ from shardwise.verify.tolerance import ChoiceDifferences
 
 _R = TypeVar("_R")
 
-_Token = tuple[tuple[str, int], int]
-"""A recorded sequence, and a place in it."""
+_Token = tuple[tuple[str, int], int]  # a recorded sequence, and a place in it
 Recorded = Mapping[tuple[str, int], Tensor]
 """Experts `[S, k]` of the tokens of each sequence, by the canonical name of the router and the sample's number."""
-
-
-def choice_rows(number: int) -> list[tuple[str, str]]:
-    """Return rows of text on so many choices that were compared; none without choices."""
-    if not number:
-        return []
-    text = (
-        f"{number:,} choices of a token's expert; only nearly equal scores may be ordered otherwise, and such a layout "
-        "is compared with the choices of one process"
-    )
-    return [("experts", text)]
-
-
-def replayed_text(layouts: int) -> str:
-    """Return words on so many layouts that were compared with the choices of one process."""
-    return f", {layouts} of them with its choices of experts" if layouts else ""
 
 
 def train_with_choices(

@@ -9,15 +9,10 @@ from shardwise.config import Config
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest differences from one process that a verified layout may have.
+    """The largest differences from one process that a verified layout may have."""
 
-    Attributes:
-        losses: largest relative difference of the loss of a step.
-        gradients: largest difference of a tensor's gradient, relative to its norm.
-    """
-
-    losses: float
-    gradients: float
+    losses: float  # largest relative difference of the loss of a step
+    gradients: float  # largest difference of a tensor's gradient, relative to its norm
 
     @staticmethod
     def of(config: Config) -> Tolerance:
@@ -41,41 +36,25 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class ChoiceDifferences:
-    """The experts that routers chose and that differ from those of one process.
+    """The experts that routers chose and that differ from those of one process."""
 
-    Attributes:
-        differing: number of choices for a token that one process did not make.
-        wrong: the first one that differs although the scores were not nearly equal; empty if there is none.
-    """
-
-    differing: int = 0
-    wrong: str = ""
+    differing: int = 0  # number of choices for a token that one process did not make
+    wrong: str = ""  # the first one that differs although the scores were not nearly equal; empty if there is none
 
 
 @dataclass(frozen=True)
 class LayoutDifferences:
-    """The largest differences of a layout from one process.
+    """The largest differences of a layout from one process."""
 
-    Attributes:
-        weights: difference of an initial weight, relative to the largest weight of its tensor.
-        losses: relative difference of a loss before the checkpoint changed hands.
-        gradients: difference of a tensor's gradient in the first step, relative to its norm.
-        resumed: relative difference of a loss after another layout's checkpoint was read.
-        weight: tensor with the largest difference of a weight.
-        gradient: tensor with the largest difference of a gradient.
-        state: in bit-equal training, first gradient norm or tensor of the state whose bits differ in the middle.
-        resumed_state: likewise at the end, after another layout's checkpoint was read.
-        choices: experts that routers chose. Where some differ, the others are those with one process' choices.
-    """
-
-    weights: float
-    losses: float
-    gradients: float
-    resumed: float
-    weight: str = ""
-    gradient: str = ""
-    state: str = ""
-    resumed_state: str = ""
+    weights: float  # difference of an initial weight, relative to the largest weight of its tensor
+    losses: float  # relative difference of a loss before the checkpoint changed hands
+    gradients: float  # difference of a tensor's gradient in the first step, relative to its norm
+    resumed: float  # relative difference of a loss after another layout's checkpoint was read
+    weight: str = ""  # tensor with the largest difference of a weight
+    gradient: str = ""  # tensor with the largest difference of a gradient
+    state: str = ""  # in bit-equal training, first gradient norm or tensor of the state whose bits differ in the middle
+    resumed_state: str = ""  # likewise at the end, after another layout's checkpoint was read
+    # Experts that routers chose. Where some differ, the others are those with one process' choices.
     choices: ChoiceDifferences = ChoiceDifferences()
 
     def problems(self, tolerance: Tolerance, source: str) -> list[str]:

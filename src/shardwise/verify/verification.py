@@ -16,7 +16,6 @@ from shardwise.base.errors import RunError, ShardwiseError
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
 from shardwise.verify import cell_training, layouts, rank_calls
-from shardwise.verify.recorded_choices import choice_rows, replayed_text
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 
 _TIMEOUT = 120.0
@@ -25,8 +24,6 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class _MiddleCheckpoint:
-    """A checkpoint of the middle of a training."""
-
     folder: Path
     layout: str
 
@@ -54,25 +51,28 @@ class CellOutcome:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of a whole verification.
-
-    Attributes:
-        outcomes: outcomes of all layouts, then of one process that read the last layout's checkpoint.
-        choices: tokens times experts of each, of all routers and steps, that were compared; 0 for a dense model.
-    """
+    """The outcome of a whole verification."""
 
     losses: Sequence[float]
+    # Outcomes of all layouts, then of one process that read the last layout's checkpoint.
     outcomes: Sequence[CellOutcome]
-    choices: int = 0
+    choices: int = 0  # tokens times experts of each, of all routers and steps, that were compared; 0 for a dense model
 
     def choice_rows(self) -> list[tuple[str, str]]:
-        """Return rows of text on the choices that were compared; none for a dense model."""
-        return choice_rows(self.choices)
+        """Return rows of text on the choices of experts that were compared; none for a dense model."""
+        if not self.choices:
+            return []
+        text = (
+            f"{self.choices:,} choices of a token's expert; only nearly equal scores may be ordered otherwise, and "
+            "such a layout is compared with the choices of one process"
+        )
+        return [("experts", text)]
 
     def replayed_text(self) -> str:
         """Return words on the layouts that were compared with the choices of one process; empty if none was."""
         differences = (outcome.differences for outcome in self.layout_outcomes)
-        return replayed_text(sum(values is not None and values.choices.differing > 0 for values in differences))
+        layouts = sum(values is not None and values.choices.differing > 0 for values in differences)
+        return f", {layouts} of them with its choices of experts" if layouts else ""
 
     @property
     def layout_outcomes(self) -> Sequence[CellOutcome]:
@@ -140,14 +140,9 @@ def _train_cells(
 ) -> Iterator[tuple[CellOutcome, _MiddleCheckpoint]]:
     """Train each cell on this rank; yield its outcome, and the checkpoint that its ranks saved. Collective.
 
-    All cells have one device and number of ranks.
-
-    A cell that fails ends all ranks: the process that started them knows by the missing result which cell it was.
-
-    Args:
-        source: checkpoint that the first cell reads; each later cell reads the checkpoint of the cell before it.
-        one_process: checkpoint of the reference, which is read after a cell that broke the contract.
-        done: number of cells before these.
+    All cells have one device and number of ranks. A cell that fails ends all ranks: the process that started them knows
+    by the missing result which cell it was. The first cell reads the checkpoint `source`, each later one that of the
+    cell before it, and that of `one_process` after a cell that broke the contract. `done`: number of cells before.
     """
     device = torch.device("cpu") if cells[0].device == "cpu" else devices.local_device()
     tolerance = Tolerance.of(config)

@@ -26,13 +26,8 @@ _HEAD = ("job", "state", "step", "s/step", "loss", "elapsed", "nodes", "run")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        metavar="show|log",
-        nargs="?",
-        choices=["show", "log"],
-        help="show the starts of job ID, or print its log",
-    )
+    action_help = "show the starts of job ID, or print its log"
+    parser.add_argument("action", metavar="show|log", nargs="?", choices=["show", "log"], help=action_help)
     parser.add_argument("id", metavar="ID", nargs="?", help="a job's number")
     parser.add_argument("--follow", action="store_true", help="continue to print the log until the job ends")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
@@ -67,6 +62,7 @@ def _list(states: list[jobs.JobState], *, as_json: bool) -> None:
 
 
 def _row(state: jobs.JobState) -> tuple[str, ...]:
+    current = Path.cwd().resolve()
     return (
         state.id,
         state.text,
@@ -75,14 +71,8 @@ def _row(state: jobs.JobState) -> tuple[str, ...]:
         "" if state.loss is None else f"{state.loss:.4f}",
         "" if state.job is None else state.job.elapsed,
         "" if state.job is None else str(state.job.nodes),
-        _near(state.run),
+        str(state.run.relative_to(current) if state.run.is_relative_to(current) else state.run),
     )
-
-
-def _near(run: Path) -> str:
-    """A run's folder as seen from here."""
-    current = Path.cwd().resolve()
-    return str(run.relative_to(current) if run.is_relative_to(current) else run)
 
 
 def _show(state: jobs.JobState) -> None:
@@ -113,7 +103,6 @@ def _show(state: jobs.JobState) -> None:
 
 
 def _told(ending: AttemptEnding) -> str:
-    """One start, in a line."""
     trained = "no step" if ending.first_step is None else f"steps {ending.first_step + 1:,} to {ending.step:,}"
     why = f": {ending.text.partition(chr(10))[0]}" if ending.text else ""
     return f"{trained} in {ending.seconds:,.0f} s on {ending.nodes} nodes, {ending.how}{why}"

@@ -48,32 +48,25 @@ _TRAINS_TOKENIZER = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
-    parser.add_argument("--nodes", metavar="N", help="number of machines, or a range such as 2-4 (launch.nodes)")
-    parser.add_argument(
-        "--device", metavar="DEVICE[:N]", help="the nodes' devices: the step's time and memory are predicted for them"
-    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    add("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
+    add("--nodes", metavar="N", help="number of machines, or a range such as 2-4 (launch.nodes)")
+    add("--device", metavar="DEVICE[:N]", help="the nodes' devices: the step's time and memory are predicted for them")
     for key in _KEYS:
-        parser.add_argument(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
-    parser.add_argument(
-        "--run-dir", metavar="DIR", type=run_folder, help="the run's folder, on a file system of all nodes"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print all, and submit nothing")
-    parser.add_argument(
-        "--write-only", action="store_true", help="write the run's folder with recipe and script, and submit nothing"
-    )
-    parser.add_argument("-y", "--yes", action="store_true", help="submit without asking")
-    parser.add_argument("--detach", action="store_true", help="do not follow the log")
-    parser.add_argument(
-        "--precompile", action="store_true", help="first submit a job of one node that compiles all graphs"
-    )
-    parser.add_argument(
+        add(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
+    add("--run-dir", metavar="DIR", type=run_folder, help="the run's folder, on a file system of all nodes")
+    add("--dry-run", action="store_true", help="print all, and submit nothing")
+    add("--write-only", action="store_true", help="write the run's folder with recipe and script, and submit nothing")
+    add("-y", "--yes", action="store_true", help="submit without asking")
+    add("--detach", action="store_true", help="do not follow the log")
+    add("--precompile", action="store_true", help="first submit a job of one node that compiles all graphs")
+    add(
         "--rehearse-preemption",
         action="store_true",
         help="interrupt the job after its first steps as a preemption does, show that it resumes, and end it",
     )
-    parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
+    add("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
     add_json(parser, " of the job, ask nothing and follow no log")
 
 
@@ -122,7 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
     if is_model_recipe(arguments.recipe):
         # The files of a model, such as the hub's cache, need not be on the machines of the job.
         raise ConfigError(
@@ -145,13 +137,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
 class _Checked:
     """A job that can be submitted, but for files that this machine may lack.
 
-    Attributes:
-        job: the job, with a folder whose name may change.
-        layout: layout on the most nodes.
-        notes: remarks on numbers of nodes that cannot be filled, and on accelerators that SLURM was not asked for.
-        machines: devices that `--device` names; None without it.
-        inputs: rows on data, tokenizer and weights.
-        warnings: rows on what may go wrong, and on files that cannot be read here.
+    The folder of `job` may change its name, and `layout` is that on the most nodes. `inputs` are rows on data,
+    tokenizer and weights, and `warnings` rows on what may go wrong.
     """
 
     job: JobPlan
@@ -189,9 +176,8 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
         needed = 0 if config.checkpoint.path is not None else checkpoint_bytes(config, accelerator=True) or 0
         warnings = _disk_warnings(folder, needed, is_elsewhere)
     inputs, input_problems = glance_at_inputs(recipe, config, run_path)
-    if not is_elsewhere:
-        problems.texts += input_problems
-    problems.require_none(input_problems)
+    if problems or (input_problems and not is_elsewhere):
+        raise ConfigError([*problems, *input_problems])
     warnings += [("warning", problem) for problem in input_problems]
     if config.data.tokenizer is None and not config.data.is_built_in:
         from shardwise.data.preview import TRAINED_AT_START
@@ -203,7 +189,6 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
 
 
 def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) -> _Checked:
-    """Choose the nodes, the ranks and the layout of a job, of which no file has been checked yet."""
     nodes = config.launch.node_range
     if nodes is None:
         raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
@@ -244,7 +229,6 @@ def _accelerators(device: str | None, machines: Cluster | None, ranks: int) -> s
 
 
 def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
-    """A warning where SLURM reserves fewer devices on a node than the user names."""
     devices = slurm_commands.devices_of(gres or "")
     if not devices or devices >= machines.per_node or not device.endswith(f":{machines.per_node}"):
         return []
@@ -256,7 +240,6 @@ def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tup
 
 
 def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan | None]:
-    """Collect the rows that the user reads before the script; and the prediction, if `--device` asks for one."""
     layout = checked.layout
     machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator
@@ -302,7 +285,6 @@ def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan
 
 
 def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
-    """The number of starts that all steps need within the time limit, and their node-hours."""
     usable = slurm_commands.seconds(limit) - job.config.launch.warning_seconds
     node_hours = seconds / 3600 * layout.world / job.ranks_per_node
     starts = units.counted(math.ceil(seconds / usable), "start")
@@ -310,7 +292,6 @@ def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
 
 
 def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:
-    """The files that are written into the run's folder, and whether this command writes them."""
     text = f"{submission.RECIPE}, {submission.SCRIPT} and logs/ in the folder of the run"
     if not arguments.dry_run:
         return text
@@ -378,7 +359,6 @@ def _submit(job: JobPlan, arguments: argparse.Namespace, facts: dict[str, Any]) 
 
 
 def _by_ssh(where: str) -> int:
-    """Run this command on another machine, in this folder's path there or in that of HOST:DIR."""
     host, _, folder = where.partition(":")
     # In HOST:~/DIR the home is where ssh starts.
     folder = folder.removeprefix("~/")

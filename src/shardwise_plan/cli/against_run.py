@@ -140,7 +140,6 @@ def _pair(predicted: float, measured: float | None) -> Pair:
 
 
 def _corrected_constants(parts: Mapping[str, Pair], device: device_specs.Device) -> dict[str, float]:
-    """Return constants with which the prediction of each part would be what was measured, within their ranges."""
     current = device_seconds.device_constants(device)
     constants = {}
     for part, names in _CORRECTS.items():

@@ -11,8 +11,8 @@ from functools import partial
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import whole_number
-from shardwise.base.prices import Price
-from shardwise.base.progress import progress
+from shardwise.base.terminal import progress
+from shardwise.base.units import Price
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.config.learning_rate_specs import LEARNING_RATES
@@ -26,36 +26,24 @@ from shardwise_plan.proposals import Objective, objective_value, recommended_pla
 from shardwise_plan.search import Search, search_layouts
 
 _SECONDS_OF = {"minute": 60, "hour": 3600, "day": 86_400, "week": 7 * 86_400}
-_MOST_PLANS = 30
-"""Layouts of the list before those that differ in details are left out."""
-_MOST_TIGHT = 100
-"""Layouts that are looked at until one leaves memory free."""
+_MOST_PLANS = 30  # layouts of the list before those that differ in details are left out
+_MOST_TIGHT = 100  # layouts that are looked at until one leaves memory free
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
 """Numbers of nodes that are tried first: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
-_EXACT_NODES = 32
-"""Nodes up to which every number between two of these is tried, and beyond in steps of a sixteenth."""
-_MOST_MORE = 4
-"""With an objective other than time, up to so many times the fewest nodes are tried."""
-_FARTHEST_ADVICE = 64
-"""Up to so many times the given nodes are tried to advise a larger cluster."""
+_EXACT_NODES = 32  # nodes up to which every number between two of these is tried, and beyond in steps of a sixteenth
+_MOST_MORE = 4  # with an objective other than time, up to so many times the fewest nodes are tried
+_FARTHEST_ADVICE = 64  # up to so many times the given nodes are tried to advise a larger cluster
 
 
 @dataclass(frozen=True)
 class PricedDevices:
-    """The devices of `--device`, with their price and failures, on any number of nodes.
+    """The devices of `--device`, with their price and failures, on any number of nodes."""
 
-    Attributes:
-        device: value of `--device`.
-        price: price for an hour; None: that of the device's file.
-        failures_per_year: failures of one device; None: those of its file.
-        restart: seconds of a restart; None: those of its file.
-        work: shows how far the searches are.
-    """
-
-    device: str
-    price: Price | None = None
-    failures_per_year: float | None = None
-    restart: float | None = None
+    device: str  # value of `--device`
+    price: Price | None = None  # price for an hour; None: that of the device's file
+    failures_per_year: float | None = None  # failures of one device; None: those of its file
+    restart: float | None = None  # seconds of a restart; None: those of its file
+    # Shows how far the searches are.
     work: progress = field(default_factory=partial(progress, "planning", noun="choice"))
 
     def on(self, nodes: int) -> Cluster:
@@ -76,19 +64,14 @@ class PricedDevices:
 
 @dataclass(frozen=True)
 class SearchedNodes:
-    """The layouts that `shardwise plan` found on one or several numbers of nodes.
+    """The layouts that `shardwise plan` found on one or several numbers of nodes."""
 
-    Attributes:
-        result: layouts and counts, of all numbers of nodes together; the best by the objective come first.
-        remarks: sentences, or None: `rates` has the learning rates, `steps` those on each number of devices where the
-            recipe does not say them, `budget` how many nodes a budget needs, `unused` that fewer devices of each node
-            need fewer device-hours.
-        compared: the plan to choose on each number of nodes that was looked at.
-    """
-
-    result: Search
+    result: Search  # layouts and counts, of all numbers of nodes together; the best by the objective come first
+    # Sentences, or None: `rates` has the learning rates, `steps` those on each number of devices where the recipe does
+    # not say them, `budget` how many nodes a budget needs, `unused` that fewer devices of each node need fewer
+    # device-hours.
     remarks: Mapping[str, str | None]
-    compared: Sequence[Plan]
+    compared: Sequence[Plan]  # the plan to choose on each number of nodes that was looked at
 
     @property
     def sentences(self) -> list[str]:
@@ -216,7 +199,6 @@ def _unused_devices(best: Plan, config: Config, machines: PricedDevices, fixed: 
 
 
 def _fastest(config: Config, machines: PricedDevices, on: Cluster, fixed: Collection[str]) -> Plan | None:
-    """Return the fastest plan on a cluster that leaves memory free, or else the fastest one; None if no layout fits."""
     try:
         plans = machines.search(config, on, fixed, 1).plans
     except ConfigError:
@@ -225,8 +207,6 @@ def _fastest(config: Config, machines: PricedDevices, on: Cluster, fixed: Collec
 
 
 class _Nodes:
-    """The fastest plan on each number of nodes that is asked for."""
-
     def __init__(self, config: Config, machines: PricedDevices, fixed: set[str]) -> None:
         self._config = config
         self._machines = machines
@@ -301,7 +281,6 @@ class _Nodes:
 
 
 def _within_budget(nodes_of: _Nodes, budget: str, objective: Objective) -> tuple[Plan, str]:
-    """Return the best plan that keeps to a time or to a price, and how many nodes that needs, as a sentence."""
     seconds = parse_plan_time(budget)
     if seconds is not None:
         return _in_time(nodes_of, budget, seconds, objective)
@@ -376,7 +355,6 @@ def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> t
 
 
 def _cost_in(plan: Plan, currency: str, budget: str) -> float:
-    """Return what a training costs in a currency, which must be that of its device's price."""
     price = plan.cluster.device.price
     if plan.cost is None or price is None or price.currency != currency:
         named = "which is not known" if price is None else f"which is in {price.currency}"

@@ -17,22 +17,16 @@ from shardwise_plan.cli import wording
 from shardwise_plan.cli.layout_list import assumption_sentences, drop_reasons, training_text
 from shardwise_plan.cli.nodes import SearchedNodes
 from shardwise_plan.plan import TIGHT, Plan
-from shardwise_plan.prediction_text import step_duration
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
 from shardwise_watch.report import chart
 from shardwise_watch.report.page import page_environment
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
-_MOST_ACTIONS = 12_000
-"""Largest number of passes that a timeline shows, from the beginning of the step."""
-_LEAST_PART = 0.001
-"""Share from which on a part is shown."""
-_LARGEST_DOT = 8.5
-"""Radius of the dot of the dearest layout, in pixels."""
-_CHART_COLUMNS = 60
-"""Characters of a line below a chart."""
-_MOST_TIMES = 5
-"""Numbers of nodes are drawn that take less than so many times the time of the answer."""
+_MOST_ACTIONS = 12_000  # largest number of passes that a timeline shows, from the beginning of the step
+_LEAST_PART = 0.001  # share from which on a part is shown
+_LARGEST_DOT = 8.5  # radius of the dot of the dearest layout, in pixels
+_CHART_COLUMNS = 60  # characters of a line below a chart
+_MOST_TIMES = 5  # numbers of nodes are drawn that take less than so many times the time of the answer
 _GIB = 2**30
 _UNITS = ((86_400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
 _WIDTH = 1000
@@ -85,7 +79,6 @@ def plan_page(
 
 
 def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return what a user asks first of a plan: names, values, and what to know of them."""
     cluster = plan.cluster
     time, _, price = wording.time_range_text(plan).partition(" and ")
     free = f"{plan.headroom / cluster.device.memory:.0%} of {units.size(cluster.device.memory)}"
@@ -95,7 +88,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
         ("devices", f"{cluster.world:,}", f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"),
         ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
         ("free memory", units.size(plan.headroom), free),
-        ("step", step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
+        ("step", units.step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
     ]
     return [tile for tile in tiles if tile[1]]
 
@@ -113,7 +106,6 @@ def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
 def _charts(
     answer: SearchedNodes, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan
 ) -> list[dict[str, Any]]:
-    """Return the chart of time, memory and price by layout, and of several numbers of nodes that of time and price."""
     plans = answer.result.plans
     longest = max(plan.calendar.seconds for plan in plans)
     unit, suffix = next((unit for unit in _UNITS if longest >= 2 * unit[0]), _UNITS[-1])
@@ -165,7 +157,6 @@ def _charts(
 
 
 def _chart(title: str, dots: list[dict[str, Any]], suffixes: tuple[str, str], band: list[float]) -> dict[str, Any]:
-    """Return a chart of dots, of which those between the two values of `band` are doubtful."""
     area, axes = chart.chart_axes([dot["x"] for dot in dots], [*(dot["y"] for dot in dots), *band], suffixes)
     placed: list[tuple[float, float, float]] = []
     # Those in front first: one that would cover a number moves to the right.
@@ -183,7 +174,6 @@ def _price(plan: Plan) -> float:
 
 
 def _plan_lines(plan: Plan, title: str) -> list[str]:
-    """Return a plan in lines below a chart."""
     degrees, _, details = plan.text().partition(", ")
     price = wording.cost_text(plan) or wording.hours_text(plan)
     time = f"{units.counted(plan.cluster.nodes, 'node')}, {wording.duration(plan.calendar.seconds)}, {price}"
@@ -193,7 +183,6 @@ def _plan_lines(plan: Plan, title: str) -> list[str]:
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
-    """Return a row for what is assumed, and for each change of it, with a cell for each proposal."""
     usual = [proposal.plan.calendar.seconds for proposal in proposed]
     table = [("as assumed", [*map(wording.duration, usual)])]
     for changes in zip(*(sensitivities(proposal.plan) for proposal in proposed), strict=True):
@@ -218,14 +207,13 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
         "drawing": Markup(_timeline_svg(steps, shown)),
-        "seconds": step_duration(total),
+        "seconds": units.step_duration(total),
         "total": total,
-        "parts": _parts(dict(plan.time.rows()), total, step_duration),
+        "parts": _parts(dict(plan.time.rows()), total, units.step_duration),
     }
 
 
 def _timeline_svg(steps: Timeline, shown: int) -> str:
-    """Return a timeline as SVG, with a path for each kind of pass."""
     ranks = [actions[:shown] for actions in steps.ranks]
     end = max(actions[-1].end for actions in ranks)
     scale = (_WIDTH - _LEFT) / end
@@ -245,7 +233,7 @@ def _timeline_svg(steps: Timeline, shown: int) -> str:
     drawn = "".join(f'<path class="f{_COLOURS[kind]}" d="{"".join(parts)}"/>' for kind, parts in paths.items())
     times = (
         f'<text x="{_LEFT}" y="{height + 14}">0</text>'
-        f'<text x="{_WIDTH}" y="{height + 14}" text-anchor="end">{step_duration(end)}</text>'
+        f'<text x="{_WIDTH}" y="{height + 14}" text-anchor="end">{units.step_duration(end)}</text>'
     )
     return (
         f'<svg class="timeline" viewBox="0 0 {_WIDTH} {height + 20}" role="img" aria-label="timeline of a step">'
@@ -267,7 +255,6 @@ def _memory(proposal: Proposal) -> dict[str, Any]:
 
 
 def _parts(amounts: Mapping[str, float], total: float, shown: Callable[[float], str]) -> list[dict[str, Any]]:
-    """Return the parts of a whole, the largest first, with their names, texts and colours."""
     # A kind has the same colour in each picture.
     colours = {name: number % 8 for number, name in enumerate(amounts)}
     parts = sorted(((amount, name) for name, amount in amounts.items() if amount / total >= _LEAST_PART), reverse=True)

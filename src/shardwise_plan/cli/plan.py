@@ -20,10 +20,10 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
-from shardwise.cli.recipe_argument import load_recipe
+from shardwise.cli.train import load_recipe
 from shardwise.config import largest_size_stage, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_model_recipe, own_data
 from shardwise.config.stand_in import config_as_given
@@ -38,8 +38,7 @@ from shardwise_plan.device_specs import MOST_FAILURES, shipped_device_text
 from shardwise_plan.plan import Plan, distinct_plans
 from shardwise_plan.proposals import OBJECTIVES, recommended_plan
 
-_MOST_ROWS = 10
-"""Rows of the list without `--all`."""
+_MOST_ROWS = 10  # rows of the list without `--all`
 _SEARCHED = ("device", "nodes", "objective", "price", "budget", "failures", "restart")
 """Options that say what is searched; `--tokens` is a key."""
 _OPTIONS = (
@@ -49,64 +48,42 @@ _OPTIONS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=f"{RECIPE_HELP}; or the folder of a run")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", nargs="?", help=f"{RECIPE_HELP}; or the folder of a run")
+    add("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100")
+    device_help = (
+        "a device's name or YAML file, and the number of devices of a node; several, separated by commas, are compared"
     )
-    parser.add_argument(
-        "--device",
-        metavar="DEVICE[:N]",
-        help="a device's name or YAML file, and the number of devices of a node; several, separated by commas, "
-        "are compared",
-    )
-    parser.add_argument("--tokens", metavar="N", help="tokens of the training, such as 1T; the same as train.steps=1T")
-    parser.add_argument("--nodes", metavar="N[,N…]", help="machines; several numbers are compared (default: 1)")
-    parser.add_argument("--objective", choices=OBJECTIVES, help="what the best layouts need least of (default: time)")
-    parser.add_argument(
+    add("--device", metavar="DEVICE[:N]", help=device_help)
+    add("--tokens", metavar="N", help="tokens of the training, such as 1T; the same as train.steps=1T")
+    add("--nodes", metavar="N[,N…]", help="machines; several numbers are compared (default: 1)")
+    add("--objective", choices=OBJECTIVES, help="what the best layouts need least of (default: time)")
+    add(
         "--price",
         metavar="PRICE",
         help="price of a device for an hour with its currency, such as '2.50 USD', of a node ('40 USD/node') or of a "
         "chip ('2 USD/chip'); or one for each device; adds the price of the training",
     )
-    parser.add_argument(
+    add(
         "--budget",
         metavar="TIME|MONEY",
         help="find the smallest number of nodes that train it in this time, such as '30 days', or the number that "
         "trains it fastest for this price, such as '100000 USD'; without --nodes",
     )
-    parser.add_argument(
-        "--failures", metavar="F", type=float, help="failures of one device in a year (default: the device file's)"
-    )
-    parser.add_argument(
-        "--restart", metavar="TIME", help="time of a restart after a failure, such as '15 minutes' (default: likewise)"
-    )
-    parser.add_argument(
-        "--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B"
-    )
-    parser.add_argument("--all", action="store_true", help="also list layouts that differ only in details")
-    parser.add_argument(
-        "--write",
-        metavar="FILE",
-        type=Path,
-        help="write the recipe with a layout of the list to FILE; for a run, a device file",
-    )
-    parser.add_argument("--layout", metavar="N", type=int, help="with --write: a row (default: the first without '!')")
-    parser.add_argument(
-        "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
-    )
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a device file")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="of --calibrate (default: measured.yaml, which must not exist)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write one page with the proposals, a step's timeline and memory"
-    )
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw time against memory, and a step's timeline")
+    add("--failures", metavar="F", type=float, help="failures of one device in a year (default: the device file's)")
+    add("--restart", metavar="TIME", help="time of a restart after a failure, such as '15 minutes' (default: likewise)")
+    add("--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B")
+    add("--all", action="store_true", help="also list layouts that differ only in details")
+    write_help = "write the recipe with a layout of the list to FILE; for a run, a device file"
+    add("--write", metavar="FILE", type=Path, help=write_help)
+    add("--layout", metavar="N", type=int, help="with --write: a row (default: the first without '!')")
+    add("--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own")
+    add("--calibrate", action="store_true", help="measure this machine and write a device file")
+    output_help = "of --calibrate (default: measured.yaml, which must not exist)"
+    add("-o", "--output", metavar="FILE", type=Path, help=output_help)
+    add("--json", action="store_true", help="print JSON")
+    add("--html", metavar="FILE", type=Path, help="write one page with the proposals, a step's timeline and memory")
+    add("--plot", metavar="FILE", type=Path, help="draw time against memory, and a step's timeline")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -137,7 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_alone(arguments: argparse.Namespace, subject: str, *allowed: str) -> None:
-    """Refuse options that do not go with what is asked for."""
     given = [name for name in _OPTIONS if name not in allowed and getattr(arguments, name)]
     if given:
         name = {"overrides": "key=value", "recipe": "RECIPE"}.get(given[0], f"--{given[0].replace('_', '-')}")
@@ -245,7 +221,6 @@ def _calibrate(target: Path) -> None:
 
 
 def _show_differences(plans: list[Plan], first: int, second: int) -> None:
-    """Print the parts of two layouts side by side, the largest difference first."""
     for number in (first, second):
         if not 1 <= number <= len(plans):
             raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
@@ -302,7 +277,6 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
 
 
 def _training(path: Path, recipe: str, device: str, plan: Plan) -> tuple[str, str]:
-    """Return the command that trains a written recipe, and what is to be replaced in it."""
     nodes = plan.cluster.nodes
     command = f"shardwise train {path}"
     if nodes > 1:
@@ -323,12 +297,10 @@ def _command(arguments: argparse.Namespace) -> str:
 
 
 _COLOURS = {"forward": "#4477aa", "backward": "#66ccaa", "input": "#ccbb44", "weight": "#ee8866"}
-_MOST_BARS = 20_000
-"""Largest number of actions that a picture shows: each is an object of matplotlib."""
+_MOST_BARS = 20_000  # largest number of actions that a picture shows: each is an object of matplotlib
 
 
 def _draw(plans: Sequence[Plan], path: Path) -> None:
-    """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
     # Costly to import, for a plot alone.
     from shardwise.base.registered import optional_library
 

@@ -12,12 +12,9 @@ from shardwise.cli import output
 from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.goodput import best_checkpoint_interval
 from shardwise_plan.plan import Plan
-from shardwise_plan.prediction_text import step_duration
 
-_COLUMNS = 80
-"""Columns that a plan is printed in, also into a file."""
-_LEAST_WHOLE_COST = 100
-"""Price from which on hundredths are not shown."""
+_COLUMNS = 80  # columns that a plan is printed in, also into a file
+_LEAST_WHOLE_COST = 100  # price from which on hundredths are not shown
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
 _PUBLISHED_ERROR = 0.14
 """Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""
@@ -84,7 +81,7 @@ def cost_text(plan: Plan) -> str:
 def plan_cells(plan: Plan) -> tuple[str, ...]:
     """The cells of a plan, under the head of `plan_columns`."""
     cells = (
-        step_duration(plan.time.total),
+        units.step_duration(plan.time.total),
         "" if plan.mfu is None else f"{plan.mfu:.1%}",
         f"{'!' if plan.is_tight else ''}{units.size(plan.headroom)}",
         duration(plan.calendar.seconds),

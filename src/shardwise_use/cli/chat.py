@@ -111,8 +111,6 @@ def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Connecti
 
 
 class _Terminal:
-    """The person's side of a conversation."""
-
     def __init__(self, channel: Connection, arguments: argparse.Namespace, *, shows_stats: bool) -> None:
         self._channel = channel
         self._sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}

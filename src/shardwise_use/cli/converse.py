@@ -13,8 +13,7 @@ from shardwise.launch.rank_process import as_rank, enter_job
 from shardwise_use.cli.generate import KEYS, prepare_generation
 from shardwise_use.cli.model_argument import ARGUMENTS, launch_command, open_model_folder, parse_overrides
 
-_LONGEST_WINDOW = 4096
-"""Tokens for which the cache of keys and values has room, where the model reads more."""
+_LONGEST_WINDOW = 4096  # tokens for which the cache of keys and values has room, where the model reads more
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

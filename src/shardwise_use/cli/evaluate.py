@@ -56,18 +56,12 @@ _TASK_OPTIONS = {
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=model_argument.HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as data.path=FILE or parallel.tensor=2")
-    parser.add_argument(
-        "--part",
-        choices=("train", "eval", "test", "all"),
-        help="part of the data (default: the part that data.split holds out; all of data.path if no data.split "
-        "is given)",
+    part_help = (
+        "part of the data (default: the part that data.split holds out; all of data.path if no data.split is given)"
     )
-    parser.add_argument(
-        "--nproc",
-        metavar="N",
-        type=int,
-        help="number of local ranks (default: those of one copy of the model, or all accelerators)",
-    )
+    parser.add_argument("--part", choices=("train", "eval", "test", "all"), help=part_help)
+    nproc_help = "number of local ranks (default: those of one copy of the model, or all accelerators)"
+    parser.add_argument("--nproc", metavar="N", type=int, help=nproc_help)
     parser.add_argument(
         "--tasks", metavar="NAME,…", help="instead of a text: tasks, groups or tags of lm_eval, by their names"
     )
@@ -186,7 +180,6 @@ def _print_tasks(
 
 
 def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> Part | Literal["all"]:
-    """The part to evaluate: the user's choice, else all of the data that the user names without a split."""
     given: dict[str, Any] = values.get("data", {})
     if chosen is None and not {"path", "blend"}.isdisjoint(given) and "split" not in given:
         return "all"

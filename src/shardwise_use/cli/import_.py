@@ -39,7 +39,7 @@ from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.storage.root import Root
-    from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
+    from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress
 
 _HUB = "hugging-face"
 _MEGATRON = "megatron"
@@ -55,19 +55,17 @@ _OPTIONS = {
     "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
     "ignore": ("--ignore", (_HUB, _NEURONX, _TITAN)),
 }
-_RECIPE = "imported.yaml"
-"""The file in a run's folder with the keys by which the run goes on as it began elsewhere."""
+_RECIPE = "imported.yaml"  # the file in a run's folder with the keys by which the run goes on as it began elsewhere
 
 _KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "model.ignore": "--ignore"}
 """Keys that messages name → what the command has instead."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
-    parser.add_argument(
-        "dest", metavar="DEST", help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
+    add("dest", metavar="DEST", help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL")
+    add(
         "--from",
         dest="kind",
         metavar="FORMAT",
@@ -75,48 +73,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=_HUB,
         help=f"{_HUB} (default), {_MEGATRON}, {_NEMO}, {_NEURONX}, {_TITAN} or {_OLMO}",
     )
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument(
-        "--config",
-        metavar="PATH",
-        type=Path,
-        help=f"{_NEURONX}, {_TITAN}: the model's Hugging Face config.json, or its folder",
+    add("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    config_help = f"{_NEURONX}, {_TITAN}: the model's Hugging Face config.json, or its folder"
+    add("--config", metavar="PATH", type=Path, help=config_help)
+    vocab_size_help = (
+        f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or --tokenizer)"
     )
-    parser.add_argument(
-        "--vocab-size",
-        metavar="N",
-        type=count,
-        help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or "
-        "--tokenizer)",
+    add("--vocab-size", metavar="N", type=count, help=vocab_size_help)
+    tokenizer_help = "shards: the model's tokenizer, which is copied too; a path or hub id, as for data.tokenizer"
+    add("--tokenizer", metavar="PATH", help=tokenizer_help)
+    allow_drift_help = (
+        "shards: if replicas differ, as they can with stochastic rounding, take the first one (default: refused)"
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="shards: the model's tokenizer, which is copied too; a path or hub id, as for data.tokenizer",
-    )
-    parser.add_argument(
-        "--allow-drift",
-        action="store_true",
-        default=None,
-        help="shards: if replicas differ, as they can with stochastic rounding, take the first one (default: refused)",
-    )
-    parser.add_argument(
-        "--ignore",
-        metavar="NAME,…",
-        help="fields of config.json to leave out, because they do not change what the model computes",
-    )
-    parser.add_argument(
-        "--weights-only", action="store_true", help="leave out the step and the optimizer's state that SOURCE has"
-    )
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        type=_from_0,
-        help="samples that SOURCE was trained on, after which the data go on (default: as SOURCE says)",
-    )
-    parser.add_argument(
-        "--tokens", metavar="N", type=_from_0, help="tokens that SOURCE was trained on (default: as SOURCE says)"
-    )
+    add("--allow-drift", action="store_true", default=None, help=allow_drift_help)
+    ignore_help = "fields of config.json to leave out, because they do not change what the model computes"
+    add("--ignore", metavar="NAME,…", help=ignore_help)
+    add("--weights-only", action="store_true", help="leave out the step and the optimizer's state that SOURCE has")
+    samples_help = "samples that SOURCE was trained on, after which the data go on (default: as SOURCE says)"
+    add("--samples", metavar="N", type=_from_0, help=samples_help)
+    add("--tokens", metavar="N", type=_from_0, help="tokens that SOURCE was trained on (default: as SOURCE says)")
     add_max_shard_size(parser)
     add_json(parser)
 
@@ -128,7 +103,7 @@ def _from_0(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     _require_fitting(arguments)
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    from shardwise_use.importing.hugging_face import write_imported_checkpoint
+    from shardwise_use.importing.imported_model import write_imported_checkpoint
 
     opened = _open(arguments)
     opened = replace(opened, progress=_completed(opened.progress, arguments))
@@ -199,7 +174,6 @@ def _completed(progress: ImportedProgress | None, arguments: argparse.Namespace)
 def _told_progress(
     opened: ImportedModel, progress: ImportedProgress, folder: Root, run_folder: Path | None, lines: list[str]
 ) -> dict[str, Any]:
-    """Return how far the training came and the command that goes on, whose keys are written into the run's folder."""
     tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
     states = sorted({weight.state for weight in progress.states})
     lines.append(
@@ -280,7 +254,6 @@ def _open(arguments: argparse.Namespace) -> ImportedModel:
 
 
 def _names(given: str | None) -> list[str]:
-    """The names that `--ignore` gives: a,b or [a,b], as of model.ignore."""
     if given is None:
         return []
     # As a list of YAML, so that quotes mean the same as in a recipe.

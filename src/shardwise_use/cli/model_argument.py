@@ -45,37 +45,25 @@ LAYOUT_KEYS = (*DIVIDING_KEYS, "parallel.stages")
 _CONFIG = "config.json"
 _OTHER_FIELDS = ("torch_dtype", "bos_token_id", "eos_token_id")
 """Fields that `config.json` of a user's own model has beside its `model` section."""
-_SOURCE_KEYS = ("config", "streaming", "shuffle_buffer")
-"""Keys that describe the run's own data, and no other data."""
+_SOURCE_KEYS = ("config", "streaming", "shuffle_buffer")  # keys that describe the run's own data, and no other data
 _RUN_KEYS = {"train": ("sequence_length", "micro_batch", "seed"), "precision": ("mode",)}
 """Keys of a run that its evaluation takes over."""
-_LONGEST_SEQUENCE = 1024
-"""Length of the sequences at most, where neither the user nor the run says one."""
+_LONGEST_SEQUENCE = 1024  # length of the sequences at most, where neither the user nor the run says one
 _MICRO_BATCH = 4
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with weights, as a command's argument names it. As a context it removes the copies of files made for it.
+    """A folder with weights, as a command's argument names it. As a context it removes the copies made for it."""
 
-    Attributes:
-        name: text for the user.
-        location: path or URL by which a rank opens it again.
-        path: folder on this machine that holds its `files`; those of a checkpoint are verified.
-        files: names of the files that describe the model and the tokenizer.
-        model: the `model` section of the folder.
-        run: configuration of the run that wrote it; empty where it is not known.
-        is_checkpoint: it is a checkpoint of shardwise.
-    """
-
-    name: str
-    location: str
+    name: str  # text for the user
+    location: str  # path or URL by which a rank opens it again
     weights: Root
-    path: Path
-    files: frozenset[str]
-    model: Mapping[str, Any]
-    run: Mapping[str, Any]
-    is_checkpoint: bool = False
+    path: Path  # folder on this machine that holds its `files`; those of a checkpoint are verified
+    files: frozenset[str]  # names of the files that describe the model and the tokenizer
+    model: Mapping[str, Any]  # the `model` section of the folder
+    run: Mapping[str, Any]  # configuration of the run that wrote it; empty where it is not known
+    is_checkpoint: bool = False  # it is a checkpoint of shardwise
 
     @property
     def tokenizer(self) -> str | None:
@@ -179,7 +167,6 @@ def open_model_folder(
 
 
 def _open_hugging_face(path: Path, user_model: Mapping[str, Any]) -> ModelFolder:
-    """A Hugging Face folder; `user_model`: as in `_model_section`."""
     try:
         described = (path / _CONFIG).read_bytes()
     except FileNotFoundError:
@@ -324,7 +311,6 @@ def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
 
 
 def _tokenizer_of(folder: ModelFolder, values: Mapping[str, Any]) -> str:
-    """The tokenizer that the user names, else that of the folder."""
     tokenizer: str | None = values.get("data", {}).get("tokenizer") or folder.tokenizer
     if tokenizer is None:
         raise _without_tokenizer(folder)
@@ -367,7 +353,6 @@ def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[
 
 
 def _sections_of_batches(folder: ModelFolder, values: Mapping[str, Any], replicas: int) -> dict[str, dict[str, Any]]:
-    """All sections, with the sequences and micro-batches that an evaluation reads at once."""
     sections = _sections(folder, values)
     train = sections["train"]
     # The model reads no longer sequences, whatever the run or the default says.

@@ -16,13 +16,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, to
     parser.add_argument(
         "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
     )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=top_p,
-        help=f"draw from the likeliest tokens that together have probability P (default: {top_p:g})",
-    )
+    top_p_help = f"draw from the likeliest tokens that together have probability P (default: {top_p:g})"
+    parser.add_argument("--top-p", metavar="P", type=float, default=top_p, help=top_p_help)
     parser.add_argument("--seed", metavar="S", type=int, default=1234, help="seed of the random draws (default: 1234)")
     ranks = f"number of local ranks: {' × '.join(DIVIDING_KEYS)}"
     parser.add_argument("--nproc", metavar="N", type=int, help=ranks)

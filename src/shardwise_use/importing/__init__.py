@@ -4,7 +4,8 @@ pickled                   files of `torch.save`, opened so that no code in them 
 torch_dcp                 folders of torch.distributed.checkpoint, whose tensors are read box by box
 tensor_parallel_shards    tensors of tensor-parallel ranks, put together
 megatron, nemo, …         one file for each format, with a function `open_…`
-hugging_face              a Hugging Face folder; and the model that each source gives, with its checkpoint
+hugging_face              a Hugging Face folder
+imported_model            the model that each source gives, and its checkpoint
 
 The functions `open_…` take `allow_drift` to take the first of several replicas that differ, `weights_only` to leave out
 the step and the optimizer's state, and `ignore` for fields of config.json that change nothing, as the user says. They

@@ -17,7 +17,7 @@ from shardwise.checkpoint.format.stored_tensors import lines_of_layers, tensor_m
 from shardwise.checkpoint.format.weight_files import has_weights
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import FamilyConfig
-from shardwise_use.importing.hugging_face import ImportedProgress
+from shardwise_use.importing.imported_model import ImportedProgress
 from shardwise_use.importing.torch_dcp import METADATA, DcpFolder, LazyTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -91,7 +91,7 @@ def named_weights(
 
 
 def foreign_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
-    """Another program's name of a canonical weight: layers under `layers`, and its names of modules."""
+    """The name that another program's DCP folder has for a canonical weight: layers under `layers`, its own modules."""
     match = _CANONICAL.fullmatch(name)
     if match is None or match[2] not in modules:
         return name

@@ -26,9 +26,9 @@ from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
 from shardwise.runs.json_records import read_record
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import place_in_sparse_layer, trainer_balance
+from shardwise_use.sparse_models import split_sparse_name, trainer_balance
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -191,7 +191,6 @@ def _by_name(
 
 
 def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, gate_first: bool) -> list[_Parameter]:
-    """The parameters of the model in transformers 5, in the order of their definition there."""
     first: dict[str, int] = {}
     places: dict[str, tuple[int, int, int, bool]] = {}
     for name in shapes:
@@ -205,10 +204,24 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, gate_firs
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        key, shape, place = place_in_sparse_layer(name, shapes[name])
+        key, shape, place = _place_in_layer(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
         parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())
+
+
+def _place_in_layer(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
+    """The parameter in transformers 5 that has a weight: name, shape with the experts so far, the weight's place.
+
+    The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
+    """
+    plain, number = split_sparse_name(name)
+    if number is None:
+        return name, shape, ()
+    layer_experts, leaf, _ = plain.rsplit(".", 2)
+    is_down = leaf in ("down_proj", "w2")
+    rows = slice(None) if is_down else slice(shape[0], None) if leaf in ("up_proj", "w3") else slice(shape[0])
+    return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)
 
 
 def _rank(name: str, family: str, *, gate_first: bool) -> int:
@@ -225,7 +238,6 @@ def _rank(name: str, family: str, *, gate_first: bool) -> int:
 
 
 def _read_arguments(path: Path) -> dict[str, Any]:
-    """The TrainingArguments by name, with the values of enumerations in their place; {} where there are none."""
     if not path.exists():
         return {}
     record = _unpickled(path, f"move {path.name} away to import without its rates, or {LEAVE}", records=_PACKAGES)
@@ -284,7 +296,6 @@ def adamw_keys(groups: Groups) -> tuple[dict[str, Any], list[str]]:
 
 
 def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[dict[str, Any]] | None:
-    """The Trainer's schedule as points of `optimizer.points`; None for one that they cannot tell."""
     schedule = arguments.get("lr_scheduler_type")
     given = arguments.get("lr_scheduler_kwargs") or {}
     warmup = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import whole_number
-from shardwise.checkpoint.format.foreign_folders import conversion_hint
+from shardwise.checkpoint.format.weight_files import conversion_hint
 from shardwise_use.importing import megatron_dist, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ImportedModel
+from shardwise_use.importing.imported_model import ImportedModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count
 from shardwise_use.importing.tensor_parallel_shards import (
     TensorParallelShards,
@@ -49,8 +49,7 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _VERSIONS = (0, 1, 2, 3)
-_MOST_RANKS = 2**20
-"""More ranks than any machine has: a wrong degree must not make a list of all of them."""
+_MOST_RANKS = 2**20  # more ranks than any machine has: a wrong degree must not make a list of all of them
 _SHOWN = 8
 
 
@@ -133,7 +132,6 @@ def _open(path: Path) -> Mapping[str, Any]:
 
 
 def _common_arguments(states: _RankStates, folder: Path | str) -> tuple[dict[str, Any], int]:
-    """The arguments and the checkpoint version, which must be the same in all files."""
     first = next(iter(states.values()))
     args = dict(vars(first["args"]))
     version = first.get("checkpoint_version", 0)
@@ -157,7 +155,6 @@ def _common_arguments(states: _RankStates, folder: Path | str) -> tuple[dict[str
 def _degrees(
     args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path | str, rank_names: tuple[str, str]
 ) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel degree; every rank of them must have a file."""
     tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in ranks) + 1
     pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in ranks) + 1
     if not is_count(tensor) or not is_count(pipeline) or tensor * pipeline > _MOST_RANKS:
@@ -172,7 +169,6 @@ def _degrees(
 
 
 def _add_tensors(states: _RankStates, shards: TensorParallelShards, pipeline: int) -> None:
-    """Add all tensors by the roles in `_NAMES_IN_LAYER` and `_NAMES_OUTSIDE`; layers are counted over all stages."""
     keys = _chunk_keys(states, shards.where)
     # Chunk v of all stages comes before chunk v + 1 of any: the layers are counted in this order.
     first = 0
@@ -214,7 +210,6 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
 
 
 def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dictionaries (of `megatron.legacy`) by dotted names, without the names of wrappers."""
     for key, value in state.items():
         name = prefix + str(key)
         if isinstance(value, dict):

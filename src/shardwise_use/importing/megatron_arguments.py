@@ -36,10 +36,8 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embed
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
 # The arguments by which Megatron-LM's models are told apart.
 _KIND = ("position_embedding_type", "normalization", "swiglu")
-_GPT = ("learned_absolute", "LayerNorm", False)
-"""Values of `_KIND` in a GPT-2."""
-_LLAMA = ("rope", "RMSNorm", True)
-"""Values of `_KIND` in a Llama."""
+_GPT = ("learned_absolute", "LayerNorm", False)  # values of `_KIND` in a GPT-2
+_LLAMA = ("rope", "RMSNorm", True)  # values of `_KIND` in a Llama
 _LARGEST = 10**9
 # Megatron's own llama3 scaling has these numbers in its code (rotary_pos_embedding.py); only the factor is an argument.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -36,7 +36,7 @@ from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise_use import sparse_models
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.tensor_parallel_shards import TensorParallelShards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
@@ -51,8 +51,7 @@ _BUCKET = re.compile(
 _HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
 _COMPARED = 2**22
-_ALIGNMENT = 64
-"""Elements: each parameter in a bucket begins at a multiple of them."""
+_ALIGNMENT = 64  # elements: each parameter in a bucket begins at a multiple of them
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
 _ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2")
@@ -115,7 +114,6 @@ def _common(folder: Path) -> dict[str, Any]:
 
 
 def _shards(tensors: _Tensors, where: str) -> TensorParallelShards:
-    """Whole tensors by role, as the only rank has them."""
     found: dict[str, LazyTensor] = {}
     unknown: list[str] = []
     for name, tensor in tensors.items():
@@ -220,7 +218,6 @@ def _unpacked(
 
 
 def _roles(weights: TensorParallelShards, layers: range, of_all: int, order: Sequence[str]) -> Iterator[str]:
-    """The tensors of a model chunk with these layers, in the order of its modules."""
     names = ["word", "position"] if layers.start == 0 else []
     names += [f"layers.{layer}.{role}" for layer in layers for role in order]
     names += ["final_norm", "head"] if layers.stop == of_all else []

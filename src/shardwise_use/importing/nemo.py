@@ -25,7 +25,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise_use.importing import megatron_arguments, pickled
-from shardwise_use.importing.hugging_face import ImportedModel
+from shardwise_use.importing.imported_model import ImportedModel
 from shardwise_use.importing.megatron import combine_megatron_ranks
 from shardwise_use.importing.megatron_model import NO_WEIGHTS
 from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combine_with_optimizer
@@ -126,7 +126,6 @@ def _opened(path: Path) -> dict[str, Any]:
 
 
 def _as_megatron(where: str, saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a rank's file, as Megatron-LM would have written it, with these tensors."""
     # Version 3 cuts the fused Q, K and V by groups, as neuronx-nemo-megatron does.
     args = argparse.Namespace(**_arguments(saved["cfg"], where))
     return {"args": args, "checkpoint_version": 3, "iteration": saved.get("global_step"), "model": tensors}

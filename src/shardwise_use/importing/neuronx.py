@@ -39,7 +39,8 @@ from shardwise.checkpoint.format.model_files import config_token_ids
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ImportedModel, model_of_config_file
+from shardwise_use.importing.hugging_face import model_of_config_file
+from shardwise_use.importing.imported_model import ImportedModel
 from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combine_with_optimizer
 from shardwise_use.importing.tensor_parallel_shards import (
     TensorParallelShards,
@@ -126,7 +127,6 @@ def _ranks(source: Path) -> dict[tuple[int, int], Path]:
 
 
 def _values(state: Any, path: Path, buffers: re.Pattern[str]) -> dict[str, Any]:
-    """A rank's tensors by Hugging Face names, in its order; with xser references to them."""
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
     if not isinstance(state, dict):
@@ -149,7 +149,6 @@ def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, An
 
 
 def _training(source: Path, state: Mapping[str, Any], degree: int) -> dict[str, Any]:
-    """Return what is saved of the training; `state`: the content of the first rank's file."""
     paths = {name: source / f"{name}.pt" for name in ("scheduler", "user_content")}
     content = {name: pickled.load_pickled(path) for name, path in paths.items() if path.is_file()}
     told = {**(state if "model" in state else {}), **content, **content.get("user_content", {})}
@@ -192,10 +191,6 @@ def _fused(shards: TensorParallelShards, config: LlamaConfig) -> Iterator[tuple[
 
 
 def _fused_attention(shards: TensorParallelShards, config: LlamaConfig, attention: str) -> Sequence[LazyTensor]:
-    """Q, K, V, and the output projection where heads have copies; none where the tensors are not fused.
-
-    `attention`: name of the layer.
-    """
     query_rows = config.num_attention_heads * config.head_dim // shards.ranks
     qkv = f"{attention}.qkv_proj"
     if shards.has(f"{qkv}.weight"):
@@ -249,7 +244,6 @@ def _without_copies(
 
 
 def _blocks(matrix: LazyTensor, numbers: Sequence[int], rows: int) -> LazyTensor:
-    """Blocks of so many rows of a matrix, by their numbers, one below the other."""
     return LazyTensor.cat([matrix.rows(number * rows, (number + 1) * rows) for number in numbers])
 
 

@@ -24,7 +24,7 @@ from shardwise.config import FamilyConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.runs.json_records import read_record
 from shardwise_use.importing import dcp_models, pickled
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, imported_points
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _TENSORS = "model_and_optim"
@@ -42,8 +42,7 @@ _MODEL_TYPES = {
     ("reordered_norm", "whole", False): "olmo2", ("reordered_norm", "whole", True): "olmo3",
 }  # fmt: skip
 """Name of the blocks, norms of queries and keys, and if there are windows → the model in Hugging Face's word."""
-_RMS = ("rms", "qwen_rms", "nemotron_rms", "fused_rms", "cute_rms")
-"""Norms that differ in rounding alone."""
+_RMS = ("rms", "qwen_rms", "nemotron_rms", "fused_rms", "cute_rms")  # norms that differ in rounding alone
 _BLOCK: Mapping[str, tuple[Any, ...]] = {
     "name": ("default", "reordered_norm"), "dropout": (None, 0.0), "feed_forward_moe": (None,),
     "attention_residual_alpha": (None, 1.0), "feed_forward_residual_alpha": (None, 1.0),

@@ -25,8 +25,8 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import MASTER
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.hugging_face_trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
 
 _MASTERS = "sharded_master_weights"

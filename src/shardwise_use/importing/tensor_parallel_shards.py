@@ -86,10 +86,6 @@ def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipe
         raise ConfigError(problems)
 
 
-def _lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
-    return tensor if isinstance(tensor, LazyTensor) else LazyTensor.of(tensor)
-
-
 @dataclass
 class TensorParallelShards:
     """The tensors of an imported checkpoint, of all tensor-parallel ranks and pipeline stages.
@@ -97,15 +93,12 @@ class TensorParallelShards:
     What ranks disagree on is collected, so that the user reads all of it at once. A tensor that is missing or has
     another shape is an error by itself. Replicas that differ are a problem unless drift is allowed: stochastic
     rounding, for one, draws other bits on every rank.
-
-    Attributes:
-        ranks: tensor-parallel degree.
-        tensors: name → its tensors, one for each tensor-parallel rank.
     """
 
     where: str
-    ranks: int
+    ranks: int  # tensor-parallel degree
     allow_drift: bool = False
+    # Name → its tensors, one for each tensor-parallel rank.
     tensors: dict[str, list[LazyTensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
@@ -123,7 +116,8 @@ class TensorParallelShards:
                     f"{self.where}: tensor-parallel rank {', '.join(map(str, lacking))} lacks {name} {place}"
                 )
                 continue
-            parts = [_lazy(tensors[name]) for tensors in tensors_by_rank]
+            held = [tensors[name] for tensors in tensors_by_rank]
+            parts = [part if isinstance(part, LazyTensor) else LazyTensor.of(part) for part in held]
             same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
             # Several stages may have a tensor, such as a tied embedding: the first one counts.
             self._require_replicas(name, self.tensors.setdefault(name, parts), parts, same)

@@ -32,8 +32,7 @@ from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing import pickled
 
 METADATA = ".metadata"
-_VERSIONS = (None, "1.0.0")
-"""Versions of the format; torch before 2.7 wrote none."""
+_VERSIONS = (None, "1.0.0")  # versions of the format; torch before 2.7 wrote none
 _SHOWN = 4
 _PART_BYTES = 16 * 2**20
 _TYPES = "torch.distributed.checkpoint.metadata."

@@ -24,7 +24,8 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.config import FamilyConfig
 from shardwise_use.importing import dcp_models
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, model_of_config_file
+from shardwise_use.importing.hugging_face import model_of_config_file
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, split_sparse_name
 

@@ -97,7 +97,9 @@ def _of_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("lr_scheduler_type") == "warmup_stable_decay":
         implied[f"{_KWARGS}.decay_type"] = "cosine"
     if _OF_TRL & settings.keys():
-        implied |= {"learning_rate": 2e-5, "gradient_checkpointing": True, "logging_steps": 10, "max_length": 1024}
+        implied |= {"learning_rate": 2e-5, "gradient_checkpointing": True, "logging_steps": 10}
+        # null cuts no sequence, and up to trl 0.19 the name is max_seq_length.
+        implied |= {} if {"max_length", "max_seq_length"} & settings.keys() else {"max_length": 1024}
         implied |= {} if settings.get("fp16") else {"bf16": True}
     return _left_out(implied, settings)
 

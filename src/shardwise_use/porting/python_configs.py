@@ -8,8 +8,7 @@ from typing import Any, cast
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config.translation import evaluate_expression
 
-_MOST_CALLS = 40
-"""Calls and names inside each other, as a name may stand for itself."""
+_MOST_CALLS = 40  # calls and names inside each other, as a name may stand for itself
 _CONVERSIONS = ("int", "float", "str", "cast", "round")
 
 

@@ -23,20 +23,12 @@ from shardwise_use.porting.python_configs import UnknownPythonValue, python_sett
 from shardwise_use.porting.shell_scripts import script_commands
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_FILE = "job.config_file"
-"""The option of torchtitan before 0.3 that names the TOML with the settings."""
-_OPTIONS = ("--run-dir", "--nproc")
-"""Options of `shardwise train` that settings of other programs give."""
+_FILE = "job.config_file"  # the option of torchtitan before 0.3 that names the TOML with the settings
+_OPTIONS = ("--run-dir", "--nproc")  # options of `shardwise train` that settings of other programs give
 
 
 class _Translation(NamedTuple):
-    """A recipe, and where it comes from.
-
-    Attributes:
-        rows: the program's settings and what became of them.
-        problems: what is missing in the recipe or breaks a rule.
-        options: options of `shardwise train` with their values.
-    """
+    """A recipe made of another program's settings (`rows`), what is wrong with it, and options of `shardwise train`."""
 
     program: str
     sections: dict[str, dict[str, Any]]
@@ -90,14 +82,12 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
 
 
 def _given_steps(overrides: Sequence[str]) -> int | None:
-    """The steps that a key beside the file gives; None for tokens too."""
     values = [override.partition("=")[2] for override in overrides if override.startswith("train.steps=")]
     steps = yaml_scalar(values[-1]) if values else None
     return steps if isinstance(steps, int) else None
 
 
 def _record_name(program: str, name: str) -> str | None:
-    """The name in the record of a setting of a program; None if there is none."""
     names = (f"{program}:{name}", name)
     return next((known for known in names if known in OTHER_NAMES or known in WORDS or known in WITHOUT_KEY), None)
 
@@ -105,13 +95,14 @@ def _record_name(program: str, name: str) -> str | None:
 def _rows(
     program: str, settings: Mapping[str, Any], known: Mapping[str, Any], has: Callable[[str], bool]
 ) -> list[Setting]:
-    """What becomes of each setting, apart from those that say the family alone."""
-
     def find(name: str) -> str | None:
         return _record_name(program, name)
 
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
-    readable = {name: value for name, value in asked.items() if _is_readable(value)}
+    # Code, and a variable that the file does not set, cannot be read.
+    readable = {
+        n: value for n, value in asked.items() if not isinstance(value, UnknownPythonValue) and "$" not in str(value)
+    }
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
@@ -125,22 +116,13 @@ def _rows(
     return rows
 
 
-def _is_readable(value: Any) -> bool:
-    """False for code, and for a variable that the file does not set."""
-    return not isinstance(value, UnknownPythonValue) and "$" not in str(value)
-
-
 def _with_last_values(row: Setting, keys: Mapping[str, Any], implied: Mapping[str, Any]) -> Setting:
     """A row with the values that its keys have at the end, by all settings; `implied`: what the file leaves out."""
-    values = {key: keys[key] for key in row.keys}
-    is_default = row.is_default or row.name in implied
-    return replace(row, keys=values, reason=_note(row, keys), is_default=is_default)
-
-
-def _note(row: Setting, keys: Mapping[str, Any]) -> str:
     is_decay = row.name == "lr_scheduler.decay_ratio" and "optimizer.decay_steps" in row.keys
     is_cut = is_decay and float(row.value) * keys.get("train.steps", 0) > keys["optimizer.decay_steps"] + 1.5
-    return "torchtitan shortens a decay to the steps after the warmup" if is_cut else row.reason
+    reason = "torchtitan shortens a decay to the steps after the warmup" if is_cut else row.reason
+    values = {key: keys[key] for key in row.keys}
+    return replace(row, keys=values, reason=reason, is_default=row.is_default or row.name in implied)
 
 
 def _tokens_of(keys: Mapping[str, Any]) -> int | None:
@@ -250,7 +232,6 @@ def _program(settings: Iterable[str]) -> str:
 
 
 def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]:
-    """The settings that a file may have, by its ending or by what it looks like."""
     kind = place.suffix.lower()
     try:
         if kind == ".json" or (kind not in (".sh", ".py", ".toml", ".yaml", ".yml") and text.lstrip().startswith("{")):

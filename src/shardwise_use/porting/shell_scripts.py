@@ -45,8 +45,7 @@ _OF_BASH = frozenset(
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")
 }
-_PASSES = 8
-"""The number of passes that fill in variables inside of the values of variables."""
+_PASSES = 8  # the number of passes that fill in variables inside of the values of variables
 
 
 def script_commands(
@@ -111,7 +110,6 @@ class _Branches:
         return all(runs is not False for runs, _ in self._open)
 
     def _decided(self, condition: str) -> bool | None:
-        """The value of tests that `&&` and `||` join; None if it is not known."""
         first, *further = re.split(r"(&&|\|\|)", condition.rpartition("then")[0] or condition)
         value = self._tested(first)
         for joint, test in zip(further[::2], further[1::2], strict=True):
@@ -164,8 +162,6 @@ def _assign(variables: dict[str, str], name: str, value: str, *, more: bool) -> 
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """A text with the values of variables and of arithmetic in it, as far as they are known."""
-
     def variable(match: re.Match[str]) -> str:
         value = variables.get(match[1] or match[3])
         return value if value is not None else match[2].strip("\"'") if match[2] is not None else match[0]

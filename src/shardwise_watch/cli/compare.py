@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
 
 _TOLERANCE = 0.01
-_ROUNDING = 1e-5
-"""Greatest relative difference of the losses of two layouts in float32, before training amplifies it."""
-_JUMP = 1e-3
-"""Difference at the first step beyond `_ROUNDING` from which on it is no rounding that has grown."""
+_ROUNDING = 1e-5  # greatest relative difference of the losses of two layouts in float32, before training amplifies it
+_JUMP = 1e-3  # difference at the first step beyond `_ROUNDING` from which on it is no rounding that has grown
 _LEAST_AGREEING = 3
 """Steps at the beginning that must agree, so that a growth can be told from a difference that was always there."""
 _FORMATS = (".png", ".svg")
@@ -49,33 +47,22 @@ _GREY = "#77797d"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
-    parser.add_argument("b", metavar="B", type=Path, help="a run's folder or a file that A is compared with")
-    parser.add_argument(
-        "others", metavar="C", type=Path, nargs="*", default=[], help="further ones that A is compared with"
-    )
-    parser.add_argument(
-        "--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})"
-    )
-    parser.add_argument(
-        "--loss", metavar="NAME", help="the column, key or scalar of B and C with the loss (default: a usual name)"
-    )
-    parser.add_argument(
-        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B and C: 1 if they count them from 0"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
+    add("b", metavar="B", type=Path, help="a run's folder or a file that A is compared with")
+    add("others", metavar="C", type=Path, nargs="*", default=[], help="further ones that A is compared with")
+    add("--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})")
+    add("--loss", metavar="NAME", help="the column, key or scalar of B and C with the loss (default: a usual name)")
+    add("--shift", metavar="N", type=int, default=0, help="add N to the steps of B and C: 1 if they count them from 0")
+    add(
         "--bits", action="store_true", help="allow no difference in any bit, of losses, gradient norms and state hashes"
     )
-    parser.add_argument(
-        "--x", metavar="AXIS", default="step", help="compare by step, by tokens or by time of training (default: step)"
-    )
-    parser.add_argument(
-        "--smooth", metavar="S", type=float, default=0.0, help="smooth the losses, from 0 to below 1 (default: 0)"
-    )
-    parser.add_argument("--log", metavar="AXES", help="axes that are logarithmic in the pictures: x, y or xy")
-    parser.add_argument("--draw", action="store_true", help="draw the curves, and their differences, in the terminal")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the curves and their differences (.png, .svg)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--x", metavar="AXIS", default="step", help="compare by step, by tokens or by time of training (default: step)")
+    add("--smooth", metavar="S", type=float, default=0.0, help="smooth the losses, from 0 to below 1 (default: 0)")
+    add("--log", metavar="AXES", help="axes that are logarithmic in the pictures: x, y or xy")
+    add("--draw", action="store_true", help="draw the curves, and their differences, in the terminal")
+    add("--plot", metavar="FILE", type=Path, help="draw the curves and their differences (.png, .svg)")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,13 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A and another curve, `b`, whose letter is `name`.
-
-    Attributes:
-        points_of_a, points_of_b: their losses over the axis `x`, smoothed if asked for.
-        signed: losses of B minus those of A, where both are.
-        not_finite: places of losses that are not finite in one of the two.
-    """
+    """A and another curve, `b`, of the letter `name`; `signed`: losses of B minus those of A, where both are."""
 
     a: Path
     b: Path
@@ -284,7 +265,6 @@ def _print_table(
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:
-    """Return the greatest difference of a loss that is allowed: 0 with --bits."""
     tolerance: float | None = arguments.tolerance
     if arguments.bits and tolerance is not None:
         raise ConfigError(f"--tolerance ({tolerance}) must be left out with --bits, which allows no difference")
@@ -317,13 +297,11 @@ def _growth(differences: Mapping[float, float], grows_from: float) -> str:
 
 
 def _failure(run: RunDirectory) -> str | None:
-    """Say where and why the last start of a run failed; None without a failure, or if it is no run's folder."""
     failure = failure_of(run.recorded_failure(), last_event(run.path, "start") or {})
     return None if failure is None else failure.sentence
 
 
 def _records_of(run: RunDirectory) -> StateRecords | None:
-    """The gradient norms and state hashes of a run; None for a path that is not the folder of one."""
     if not (run.path.is_dir() and run.metrics.exists()):
         return None
     # Costly to import, for folders of runs alone.
@@ -364,7 +342,6 @@ def _missing(a: StateRecords | None, b: StateRecords | None) -> str:
 
 
 def _compared_text(facts: Mapping[str, Any], which: str) -> str:
-    """The result for gradient norms or for states; `which` says at which steps they are compared."""
     if "not_compared" in facts:
         return f"not compared: {facts['not_compared']}"
     if facts["first_difference"] is None:
@@ -398,7 +375,6 @@ def _draw(
     arguments: argparse.Namespace,
     tolerance: float,
 ) -> None:
-    """Draw the curves and, below them, the difference of two on a logarithmic scale, or of more from the first."""
     # Costly to import, for a plot alone.
     from shardwise.base.registered import optional_library
     from shardwise_watch.plot import STYLE, draw_curves, finish_axes
@@ -437,7 +413,7 @@ def _draw_in_terminal(
     # Costly to import, for a drawing alone.
     from rich.console import Console
 
-    from shardwise_watch.screen.curve_overlay import COLOURS, draw_curve_overlay
+    from shardwise_watch.screen.drawing import OVERLAY_COLOURS, draw_curve_overlay
 
     console = Console(highlight=False, markup=False)
     log = arguments.log or ""
@@ -447,4 +423,4 @@ def _draw_in_terminal(
         for line in draw_curve_overlay(title, shown_curves, console.width, arguments.x, logarithmic):
             console.print(line, no_wrap=True, crop=True)
     for number, name in enumerate(names.values()):
-        console.print(f" {printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)
+        console.print(f" {printable(name)}", style=OVERLAY_COLOURS[number % len(OVERLAY_COLOURS)], soft_wrap=True)

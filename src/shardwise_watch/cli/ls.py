@@ -25,7 +25,7 @@ from shardwise.cli import output
 from shardwise.runs.events import number
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise_watch import run_snapshot
-from shardwise_watch.run import RunView, UnreadableRun, live_ranks_by_process, runs_at
+from shardwise_watch.run import RunView, UnreadableRun, live_ranks_by_process, runs_at, unsubmitted_job
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
@@ -46,10 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     machine_devices = local_devices.devices_of_machine(ranks)
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
+    folder = Path(arguments.folder)
+    problems += filter(None, map(unsubmitted_job, [folder, *sorted(folder.glob("*/"))]))
     try:
-        waiting = {path.parent.resolve() for path in Path(arguments.folder).glob("*/jobs.jsonl")}
+        waiting = {path.parent.resolve() for path in folder.glob("*/jobs.jsonl")}
         waiting = {path for path in waiting if not RunDirectory(path).holds_run}
-        states = provided("job_states")(Path(arguments.folder), timeout=_SLURM_SECONDS) if waiting else []
+        states = provided("job_states")(folder, timeout=_SLURM_SECONDS) if waiting else []
         jobs = [state for state in states if state.job is not None and state.run.resolve() in waiting]
     except ShardwiseError as error:
         problems.append(f"submitted jobs: {error}")

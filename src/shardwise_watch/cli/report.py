@@ -16,17 +16,15 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, require_replaceable, write_atomic
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
 from shardwise_watch.curve_points import require_distinct_runs
 from shardwise_watch.report.numbers import compare_runs, report_numbers
 from shardwise_watch.run import branches_of, open_run
 
-_LONGEST_NAME = 150
-"""Characters of the names of runs in the name of a report; a file's name has 255 at most."""
-_MOST_BRANCHES = 7
-"""Branches that are laid over their trunk; the page has colours for as many."""
+_LONGEST_NAME = 150  # characters of the names of runs in the name of a report; a file's name has 255 at most
+_MOST_BRANCHES = 7  # branches that are laid over their trunk; the page has colours for as many
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "others", metavar="RUN", nargs="*", type=Path, help="further runs, B and so on, overlaid on the first one, A"
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
-    )
+    output_help = "where to write it (default: report.html in RUN; of several, report-with-B.html in A)"
+    parser.add_argument("--output", metavar="FILE", type=Path, help=output_help)
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
     price_help = "price of a device, node or chip for an hour (default: log.price, else that of the replaced report)"
     parser.add_argument("--price", metavar="PRICE", help=price_help)

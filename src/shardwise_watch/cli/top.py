@@ -110,7 +110,6 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
 
 
 def _reason(frame: Frame) -> str:
-    """The reason why the run ended, unless the lines below the table say it."""
     return f" ({frame.reason})" if frame.state in ("failed", "stopped") and not frame.failure_lines else ""
 
 

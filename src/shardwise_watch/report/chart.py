@@ -21,19 +21,14 @@ RIGHT = 10
 TOP = 10
 BOTTOM = 26
 _TICK_STEPS = (1, 2, 2.5, 5, 10)
-_FEW_COLUMNS = 40
-"""A curve with fewer columns shows all its values."""
-_DIGITS = 5
-"""Digits of a number in the page: a difference of a thousandth of a chart's height is seen in none."""
-_DIGITS_OF_ENDS = 4
-"""Digits of the least and the largest value of a column, which are two thirds of the page's numbers."""
+_FEW_COLUMNS = 40  # a curve with fewer columns shows all its values
+_DIGITS = 5  # digits of a number in the page: a difference of a thousandth of a chart's height is seen in none
+_DIGITS_OF_ENDS = 4  # digits of the least and the largest value of a column, which are two thirds of the page's numbers
 _COLOURS = 8
 """Colours of curves in the page; the ninth curve has the first one again, and is dashed, the seventeenth dotted."""
 _LINES = 3
-_FEW_CURVES = 4
-"""The bands of more curves are paler, since they lie upon each other."""
-_LABEL_HEIGHTS = 3
-"""Heights at which the labels of marks are written in turn."""
+_FEW_CURVES = 4  # the bands of more curves are paler, since they lie upon each other
+_LABEL_HEIGHTS = 3  # heights at which the labels of marks are written in turn
 _UNITS = ((1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e5, 1e3, " k"))
 """Least of the largest number of an axis, the unit, and its name."""
 
@@ -54,19 +49,12 @@ BELOW = ChartSize(640, 190)
 
 @dataclass(frozen=True)
 class ChartMark:
-    """A thin vertical line between two steps, whose text a browser shows at the pointer.
+    """A thin vertical line between two steps, whose text a browser shows at the pointer."""
 
-    Attributes:
-        steps_before: steps before the line.
-        text: what happened there.
-        label: text beside the line, where there is room for it.
-        run: letters of the run whose step this is.
-    """
-
-    steps_before: int
-    text: str
-    label: str = ""
-    run: str = ""
+    steps_before: int  # steps before the line
+    text: str  # what happened there
+    label: str = ""  # text beside the line, where there is room for it
+    run: str = ""  # letters of the run whose step this is
 
     @property
     def place(self) -> float:
@@ -170,7 +158,6 @@ def line_chart(
 
 
 def _curves(area: _PlotArea, curves: Mapping[str, StepCurve], looks: Mapping[str, str], *, has_zero: bool) -> list[str]:
-    """Draw curves, and the line of 0. The inner picture cuts off what leaves the chart, but no dots at its edge."""
     drawn = [
         f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
         f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
@@ -186,7 +173,6 @@ def _curves(area: _PlotArea, curves: Mapping[str, StepCurve], looks: Mapping[str
 
 
 def _line_data(known: Mapping[str, StepCurve], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of curves for the script, with what it needs besides; empty parts are left out."""
     dots = {name: [[x, _rounded(y, _DIGITS)] for x, y in curve.dots] for name, curve in known.items() if curve.dots}
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
     parts = {**further, "dots": dots, "breaks": breaks}
@@ -335,7 +321,6 @@ def _figure(
     data: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> str:
-    """Surround a chart with its title, its legend (style and name) and the data that the script shows at the cursor."""
     keys = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in legend)
     small_print = "".join(f"<small>{escape(note)}</small>" for note in notes)
     width, height = area.size
@@ -386,11 +371,7 @@ def _mark(area: _PlotArea, mark: ChartMark) -> str:
 
 
 def _mark_label(area: _PlotArea, mark: ChartMark, number: int) -> str:
-    """Write the label of a mark on the side of its line that has more room; neighbouring labels are not at one height.
-
-    Args:
-        number: number of the label, from 0 on.
-    """
+    """Write a mark's label on the side of its line with more room, at a height by the `number` of the label."""
     if not area.low_x <= mark.place <= area.high_x:
         return ""
     is_left = 2 * mark.place < area.low_x + area.high_x

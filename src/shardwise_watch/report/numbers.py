@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from shardwise.base import redaction
+from shardwise.base import redaction, units
 from shardwise.base.errors import listing
 from shardwise.base.parsing import by_dotted_key
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, spans_text
@@ -21,7 +21,6 @@ from shardwise_watch.curve_points import AXES, axis_places, curve_differences, m
 from shardwise_watch.event_text import event_text
 from shardwise_watch.lost_time import CAUSES
 from shardwise_watch.report.loads import load_maps
-from shardwise_watch.report.verdict import verdict
 from shardwise_watch.run import RunView
 from shardwise_watch.run_snapshot import run_row
 from shardwise_watch.step_metrics import (
@@ -35,8 +34,7 @@ from shardwise_watch.step_metrics import (
 )
 
 SCHEMA = 1
-_COLUMNS = 120
-"""Columns of a curve: about three pixels of the page's charts each."""
+_COLUMNS = 120  # columns of a curve: about three pixels of the page's charts each
 _MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
 """Number of events of a kind that are listed, the last ones; starts and ends tell the story of the run."""
 _MOST_OTHER_EVENTS = 120
@@ -47,9 +45,9 @@ _LISTED_EVENTS = (
 _RECORDED = ("tokens", "tokens_per_second", "peak_tokens_per_second", "tokens_per_second_per_device", "mfu")
 """Numbers of the last step that stand at the top of the page."""
 
-
 _MARKS = re.compile(r"\s*(?:</?s>|<[be]os>|<pad>|<\|\w+\|>|<end_of_turn>|\[(?:SEP|CLS|PAD)\])\s*")
 """Marks of tokenizers for the beginning and the end of a text."""
+_FEW_PERCENT = 0.5  # percent of the time below which a loss of it is not written as a number
 
 
 def report_numbers(run: RunView, price: Price | None = None) -> dict[str, Any]:
@@ -173,7 +171,6 @@ def config_differences(*configs: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
-    """Return the curve of training loss and the evaluations of a run between two steps."""
     return {
         "loss": _as_curve({step: loss for step, loss in _losses(run) if first <= step <= last}),
         "evaluations": _spread([point for point in _evaluations(run) if first <= point[0] <= last]),
@@ -214,8 +211,7 @@ def curve_columns(steps: Sequence[float], values: Sequence[float], count: int = 
     return [column for column in all_columns if column is not None]
 
 
-_Points = dict[str, dict[int, float]]
-"""Value at each step of each name; of a step that was done again, the last one."""
+_Points = dict[str, dict[int, float]]  # value at each step of each name; of a step that was done again, the last one
 
 
 def _set_losses(run: RunView) -> _Points:
@@ -239,7 +235,6 @@ def _task_scores(run: RunView) -> dict[str, _Points]:
 
 
 def _tasks(scores: Mapping[str, _Points]) -> list[dict[str, Any]]:
-    """Return the first and the last score of each task by each metric, the last one with its standard error."""
     rows = []
     for metric, tasks in scores.items():
         errors = scores.get("_stderr (".join(metric.split(" (")) if " (" in metric else f"{metric}_stderr", {})
@@ -251,7 +246,6 @@ def _tasks(scores: Mapping[str, _Points]) -> list[dict[str, Any]]:
 
 
 def _cost(run: RunView, price: Price | None) -> dict[str, Any]:
-    """Return the device-hours of a run, and what they cost; each is None if it is unknown."""
     hours = _finite(run.lost.device_seconds / 3600)
     text = run.section("log").get("price")
     price = price or (None if text is None else Price.of(str(text), f"log.price of {run.name}"))
@@ -313,7 +307,6 @@ def _headline(run: RunView) -> dict[str, Any]:
 
 
 def _final_loss(run: RunView) -> float | None:
-    """Return the loss of the last step, which may be NaN; None if no step recorded one."""
     values = run.series.numbers["loss"]
     is_known = bool(values) and (math.isfinite(values[-1]) or run.last.get("loss") is not None)
     return values[-1] if is_known else None
@@ -345,7 +338,6 @@ def _split_by_step(run: RunView) -> list[list[float]]:
 
 
 def _events(run: RunView) -> list[dict[str, Any]]:
-    """Return a run's events, its evaluations and the ends of its job's starts, in the order of time."""
     evaluations = [{**event, "event": "eval"} for event in run.evaluations]
     events = []
     for event in (*run.all_events(), *evaluations):
@@ -394,12 +386,10 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _finite(value: Any) -> Any:
-    """Return a value as it was recorded if it is a finite number; else None."""
     return value if _known(value) else None
 
 
 def _amounts(value: Any) -> dict[str, Any]:
-    """Return the finite numbers of a mapping of the record."""
     if not isinstance(value, Mapping):
         return {}
     return {str(name): amount for name, amount in value.items() if _known(amount)}
@@ -411,3 +401,51 @@ def _known(value: Any) -> bool:
 
 def _stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """Say on top of the report how far a run came, how long it took, at which loss it is, and what time was lost.
+
+    Args:
+        report: result of `report_numbers`.
+    """
+    done = _steps_text(report)
+    seconds = report["seconds"]
+    time = "" if seconds is None else f" in {units.duration(seconds)}"
+    return "; ".join(filter(None, [f"{done}{time}{_loss_text(report['numbers'])}", *_lost_texts(report)])) + "."
+
+
+def _steps_text(report: Mapping[str, Any]) -> str:
+    step = report["step"]
+    state = report["state"]
+    total = report["steps"]
+    done = f"{step:,} of {total:,} steps" if total and total != step else units.counted(step, "step")
+    match state:
+        case "finished":
+            return f"Finished {done}"
+        case "failed" | "stopped" | "killed":
+            was = "Was killed" if state == "killed" else state.capitalize()
+            return f"{was} after {done}" if step else f"{was} before the first step"
+    return f"Is {state}, with {done} done"
+
+
+def _loss_text(numbers: Mapping[str, Any]) -> str:
+    final = numbers["final_loss"]
+    if final is None:
+        return ""
+    evaluated = numbers["final_eval_loss"]
+    evaluation = "" if evaluated is None else f" (evaluation {_loss_number(evaluated)})"
+    return f" at loss {_loss_number(final)}{evaluation}"
+
+
+def _lost_texts(report: Mapping[str, Any]) -> list[str]:
+    if report["seconds"] is None or not report["starts"]:
+        return []
+    restarts = report["later_starts_text"] or "no restarts"
+    percent = 100 * (1 - report["useful_seconds"] / report["seconds"])
+    share = f"{percent:.1f}%" if percent >= _FEW_PERCENT else f"less than {_FEW_PERCENT:g}%"
+    return [restarts, f"{share} of the time was lost"]
+
+
+def _loss_number(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:.4g}"

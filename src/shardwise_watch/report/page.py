@@ -31,8 +31,7 @@ _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MOST_NOTES = 3
 _MOST_STARTS = 30
-_MOST_LABELLED = 128
-"""Largest number of ranks in which each has its number in the picture."""
+_MOST_LABELLED = 128  # largest number of ranks in which each has its number in the picture
 _MOST_LISTED = 32
 _HEAT = (1.1, 1.2, 1.3, 1.4)
 """Limits of a rank's work, relative to the best rank of its stage, from which on it is redder."""
@@ -113,7 +112,6 @@ def _letter(name: str) -> str:
 
 
 def _differences(compared: Mapping[str, Any]) -> str:
-    """Draw the loss of each run but the first minus that of the first, A."""
     by_axis = {
         x: {
             "A": StepCurve([]),
@@ -128,7 +126,6 @@ def _differences(compared: Mapping[str, Any]) -> str:
 
 
 def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the losses of two runs over the steps that both have; an empty text if there are none."""
     curves = {
         name: StepCurve(curve["loss"], curve["evaluations"])
         for name, curve in zip("AB", compared["curves"], strict=False)
@@ -162,11 +159,6 @@ def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.
 
 
 def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_loss_whole: bool) -> list[str]:
-    """Draw the curves of the runs.
-
-    Args:
-        is_loss_whole: True if the loss is drawn here too, as the page opens with a part of it.
-    """
     return [
         *([_metric_chart(reports, names, _LOSS)] if is_loss_whole else []),
         chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")),
@@ -180,7 +172,6 @@ def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_lo
 def _metric_chart(
     reports: Sequence[Mapping[str, Any]], names: Sequence[str], metric: StepMetric, size: chart.ChartSize = chart.SMALL
 ) -> str:
-    """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
     curves: dict[str, StepCurve] = {}
     layout_notes, marks = _marks(reports)
     notes = layout_notes if metric is _LOSS else [metric.note] if metric.note else []
@@ -202,7 +193,6 @@ def _metric_chart(
 
 
 def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> dict[str, StepCurve]:
-    """Return the curves that the reports have by names of their own, such as those of sources."""
     curves = {}
     for name, report in zip(names, reports, strict=True):
         for curve_name, rows in report.get(key, {}).items():
@@ -222,7 +212,6 @@ def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
 
 
 def _task_rows(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any] | None]]]:
-    """Return the task, the metric, and the last score of each run, of each score that a run has."""
     of_runs = [{(row["task"], row["metric"]): row for row in report["tasks"]} for report in reports]
     keys = dict.fromkeys(key for rows in of_runs for key in rows)
     return [(*key, [rows.get(key) for rows in of_runs]) for key in keys]
@@ -242,7 +231,6 @@ def _counted(value: Any) -> Any:
 
 
 def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Collect the texts and pictures that the template shows of one run."""
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
     sent = {_AXES.get(axis, axis): amount for axis, amount in report["communication_bytes"].items() if amount}
@@ -279,7 +267,6 @@ def _timeline(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _layout(report: Mapping[str, Any]) -> str:
-    """Return the degrees of parallelism as text; empty if the run did not record them."""
     layout = report["layout"]
     parallel = report["config"].get("parallel")
     if not short_layout(layout):
@@ -330,7 +317,6 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the memory of every rank as bars, in the unit of the largest."""
     used = {rank["rank"]: rank["memory_bytes"] for rank in ranks if rank["memory_bytes"] is not None}
     if not used:
         return ""

@@ -174,7 +174,6 @@ class TopScreen(App[None]):
 
     @property
     def _asked(self) -> tuple[int, Span, ShownRuns]:
-        """Number of columns that the curves need at most, the part of the run that they show, and what is shown."""
         return max(1, self.size.width) * 2, SPANS[self._span], self._choice
 
     def _show(self, frame: Frame, asked: tuple[int, Span, ShownRuns]) -> None:

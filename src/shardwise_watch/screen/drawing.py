@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.step_metrics import SPARSE_METRICS, SPARSE_ROW, StepCurve, column_width
+from shardwise_watch.curve_points import Points
+from shardwise_watch.step_metrics import SPARSE_METRICS, SPARSE_ROW, CurveColumn, StepCurve, column_width
 
 GROUND = "#12161c"
 RAISED = "#1b212a"
@@ -216,8 +217,7 @@ def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
     losses = last.get("balance_losses")
     shown = [f"{name} {number_text(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
     texts = [
-        words.format(value) if _is_finite(value) else re.sub(r"\{.*\}", number_text(value), words)
-        for words, value in values.items()
+        words.format(value) if _is_finite(value) else re.sub(r"×?\{.*\}", "–", words) for words, value in values.items()
     ]
     return [(SPARSE_ROW, ", ".join(texts + shown))]
 
@@ -237,8 +237,7 @@ def seconds(value: object) -> str:
     return units.duration(value) if _is_finite(value) else "–"
 
 
-_MARK_DISTANCE = 8
-"""Cells between two evaluations, at least on average."""
+_MARK_DISTANCE = 8  # cells between two evaluations, at least on average
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of each dot of a braille character, by column and row."""
 
@@ -270,7 +269,7 @@ def plot_curves(
     cells = max(4, width - gutter - 2)
     # Each cell has two columns of dots.
     bits, bits_behind = (
-        dot_bits(resampled_curve(drawn_curve, cells * 2), cells, rows, low, high) for drawn_curve in (curve, behind)
+        _dot_bits(_resampled_curve(drawn_curve, cells * 2), cells, rows, low, high) for drawn_curve in (curve, behind)
     )
     marks = _marks(curve, cells, rows, low, high)
     lines = []
@@ -318,7 +317,7 @@ def _range(curve: StepCurve) -> tuple[float, float]:
     return (least if low - least < margin else low, largest if largest - high < margin else high)
 
 
-def resampled_curve(curve: StepCurve, dot_columns: int) -> list[tuple[float, float]]:
+def _resampled_curve(curve: StepCurve, dot_columns: int) -> list[tuple[float, float]]:
     """Return (least, largest) of each column of dots; columns between two known ones lie on the line between these."""
     count = len(curve.columns)
     pairs: list[tuple[float, float] | None] = []
@@ -338,8 +337,9 @@ def resampled_curve(curve: StepCurve, dot_columns: int) -> list[tuple[float, flo
     return [pair or (math.nan, math.nan) for pair in pairs]
 
 
-def dot_bits(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float) -> list[list[int]]:
-    """Return the bits of the dots of each cell, by row and cell."""
+def _dot_bits(
+    columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float
+) -> list[list[int]]:
     bits = [[0] * cells for _ in range(rows)]
     lowest_dot = rows * 4 - 1
     for column, ((least, largest), before) in enumerate(zip(columns, [(math.nan, math.nan), *columns], strict=False)):
@@ -354,5 +354,66 @@ def dot_bits(columns: Sequence[tuple[float, float]], cells: int, rows: int, low:
 
 
 def _dot(value: float, low: float, high: float, lowest_dot: int) -> int:
-    """Return the row of dots of a value, counted from above."""
     return max(0, min(lowest_dot, round((high - value) / (high - low) * lowest_dot)))
+
+
+OVERLAY_COLOURS = ("#6cb6d9", "#e39a5f", "#8cc084", "#d98fc0", "#e3d05f", "#9f8fe0", "#ef6f6c", "#c9d1d9")
+_OVERLAY_HEIGHT = 14
+
+
+def draw_curve_overlay(title: str, curves: Mapping[str, Points], width: int, x: str, log: str) -> list[Text]:
+    """Draw curves by their letters, which stand at the end of each, under a heading.
+
+    Args:
+        x: axis of `curve_points.AXES`.
+        log: axes that are logarithmic; what has no logarithm is left out.
+    """
+    on_x, on_y = (math.log10 if axis in log else float for axis in "xy")
+    back_x, back_y = ((lambda value: 10.0**value) if axis in log else float for axis in "xy")
+    placed = {
+        name: {
+            on_x(at): on_y(y) for at, y in points.items() if (at > 0 or "x" not in log) and (y > 0 or "y" not in log)
+        }
+        for name, points in curves.items()
+    }
+    ys = sorted(value for points in placed.values() for value in points.values())
+    lines = [heading(width, title, f"logarithmic {' and '.join(log)}" if log else "")]
+    if not ys:
+        return [*lines, Text(" no value can be drawn", FAINT)]
+    # A steep beginning may hide the rest: a fiftieth of the values leave a drawing that is not logarithmic at each end.
+    cut = 0 if log else len(ys) // 50
+    margin = 0.05 * (ys[-1 - cut] - ys[cut]) or 0.05 * abs(ys[cut]) or 0.5
+    low, high = ys[cut] - margin, ys[-1 - cut] + margin
+    xs = [at for points in placed.values() for at in points]
+    first, last = min(xs), max(xs)
+    rows = {
+        row: f"{back_y(high - (high - low) * row / (_OVERLAY_HEIGHT - 1)):.4g}"
+        for row in (0, _OVERLAY_HEIGHT // 2, _OVERLAY_HEIGHT - 1)
+    }
+    gutter = max(map(len, rows.values())) + 1
+    cells = max(40, width - gutter - 5)
+    dots = [[(0, RULE)] * cells for _ in range(_OVERLAY_HEIGHT)]
+    ends = [""] * _OVERLAY_HEIGHT
+    for number, (name, points) in enumerate(placed.items()):
+        columns: list[CurveColumn | None] = [None] * (2 * cells)
+        for place, value in points.items():
+            at = round((place - first) / (last - first) * (2 * cells - 1)) if last > first else 0
+            seen = columns[at] or CurveColumn(place, value, value, value)
+            columns[at] = CurveColumn(place, min(seen.least, value), value, max(seen.largest, value))
+        for row, bits in enumerate(
+            _dot_bits(_resampled_curve(StepCurve(columns), 2 * cells), cells, _OVERLAY_HEIGHT, low, high)
+        ):
+            for cell, bit in enumerate(bits):
+                dots[row][cell] = (
+                    dots[row][cell][0] | bit,
+                    OVERLAY_COLOURS[number % len(OVERLAY_COLOURS)] if bit else dots[row][cell][1],
+                )
+        for end in [*points.values()][-1:]:
+            ends[max(0, min(_OVERLAY_HEIGHT - 1, round((high - end) / (high - low) * (_OVERLAY_HEIGHT - 1))))] += name
+    for row, line_dots in enumerate(dots):
+        line = Text.assemble((rows.get(row, "").rjust(gutter), FAINT), ("┤" if row in rows else "│", RULE))
+        lines.append(line.append_text(Text.assemble(*((chr(0x2800 + bits), colour) for bits, colour in line_dots))))
+        line.append(f" {ends[row]}", TEXT)
+    place_text = {"time": units.duration, "tokens": units.count, "step": "{:,.0f}".format}[x]
+    begin, end_text = place_text(back_x(first)), f"{x} {place_text(back_x(last))}"
+    return [*lines, Text(f"{' ' * gutter}└{begin}{end_text.rjust(cells - len(begin))}", FAINT)]

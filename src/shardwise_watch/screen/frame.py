@@ -24,8 +24,7 @@ Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""
 SPANS: tuple[Span, ...] = ("whole", "tenth", "hundredth")
 _PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
-_LOG_BYTES = 1 << 15
-"""Bytes of a log that are read, from its end."""
+_LOG_BYTES = 1 << 15  # bytes of a log that are read, from its end
 _RUN_FACTS = (
     "path", "name", "state", "restart", "reason", "failure", "heard", "step", "steps", "step_seconds",
     "eta_seconds", "last", "start", "config",
@@ -44,20 +43,7 @@ class ShownRuns(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """A run on the screen at the moment `now` (seconds since the epoch), with the facts of `RunView`.
-
-    Attributes:
-        evaluation: last "eval" event; {} without one.
-        curves: curves by the names of `SCREEN_CURVES`.
-        behind: likewise of the run that is shown behind, over the same steps.
-        behind_path: folder of that run; None without one.
-        log: last lines of rank 0's log.
-        runs: folder of each run to choose from, the time at which it last wrote, and its cells of `shardwise ls`.
-        silent: ranks that have written nothing for long.
-        events: recorded events, with an event "ended" for each line of `restarts.jsonl`.
-        has_history: True if all steps were read; otherwise the curves show the last ones.
-        problem: sentence that says why the frame is old; empty for a fresh one.
-    """
+    """A run on the screen at the moment `now` (seconds since the epoch), with the facts of `RunView`."""
 
     path: Path
     name: str
@@ -72,24 +58,26 @@ class Frame:
     step_seconds: float | None = None
     eta_seconds: float | None = None
     last: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)  # last "eval" event; {} without one
     start: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     split: Mapping[str, float] = field(default_factory=dict)
     graphs: Mapping[str, float] = field(default_factory=dict)
-    curves: Mapping[str, StepCurve] = field(default_factory=dict)
+    curves: Mapping[str, StepCurve] = field(default_factory=dict)  # curves by the names of `SCREEN_CURVES`
+    # Curves of the run that is shown behind, over the same steps.
     behind: Mapping[str, StepCurve] = field(default_factory=dict)
-    behind_path: Path | None = None
-    log: Sequence[str] = ()
+    behind_path: Path | None = None  # folder of the run behind; None without one
+    log: Sequence[str] = ()  # last lines of rank 0's log
+    # Folder of each run to choose from, the time at which it last wrote, and its cells of `shardwise ls`.
     runs: Sequence[tuple[Path, float, Sequence[str]]] = ()
     ranks: Sequence[RankView] = ()
     nodes: Sequence[NodeView] = ()
     pipeline: Sequence[PipelineView] = ()
-    silent: frozenset[int] = frozenset()
-    events: Sequence[Mapping[str, Any]] = ()
+    silent: frozenset[int] = frozenset()  # ranks that have written nothing for long
+    events: Sequence[Mapping[str, Any]] = ()  # recorded events, with an event "ended" for each line of `restarts.jsonl`
     lost: LostTime = field(default_factory=LostTime)
-    has_history: bool = True
-    problem: str = ""
+    has_history: bool = True  # True if all steps were read; otherwise the curves show the last ones
+    problem: str = ""  # sentence that says why the frame is old; empty for a fresh one
 
     @property
     def failure_lines(self) -> list[str]:
@@ -133,7 +121,6 @@ class FrameReader:
         return replace(frame, runs=self._rows(still)) if is_listing else frame
 
     def _rows(self, still: bool) -> list[tuple[Path, float, Sequence[str]]]:
-        """Read the runs that can be chosen, the one that wrote last first."""
         rows = []
         for path in dict.fromkeys([*self.paths, *run_folders(self.paths[0].parent)]):
             # One that cannot be read is left out.

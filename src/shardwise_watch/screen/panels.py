@@ -53,14 +53,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
 
 
 class _CurveStyle(NamedTuple):
-    """The way in which the curve of a metric is shown.
-
-    Attributes:
-        title: heading of the panel.
-        colour: colour of the curve, and of its last value.
-        last: function that writes the last value.
-        scale: function that writes a value at the scale.
-    """
+    """The way in which a curve is shown; `last` writes its last value, and `scale` a value at the scale."""
 
     title: str
     colour: str
@@ -284,7 +277,6 @@ def _between(width: int, left: Text, right: Text) -> Text:
 
 
 def _moment(event: Mapping[str, Any], now: float | None) -> str:
-    """Write the local time of an event; with a `now`, the time of an event of that day, else the day."""
     seconds = seconds_of(event)
     if math.isnan(seconds):
         return "–".rjust(5 if now is not None else 11)

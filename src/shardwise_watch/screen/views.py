@@ -40,8 +40,7 @@ _EXPLANATIONS = (
     "A column of a curve reaches from the least to the largest value of its steps, so that no spike is lost; ◆ is an "
     "evaluation. The steep beginning is cut off where it would hide the rest.",
 )
-_SLOW = 1.15
-"""Work over that of the best rank, from which on a rank is named."""
+_SLOW = 1.15  # work over that of the best rank, from which on a rank is named
 
 
 def schedule_view(frame: Frame, width: int, height: int) -> list[Text]:
@@ -125,7 +124,6 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def _work_and_wait(view: PipelineView, width: int) -> Text:
-    """Draw the step of a pipeline rank as a bar: forward, backward, and points for its waits."""
     forward = view.forward_seconds or 0.0
     backward = view.backward_seconds or 0.0
     busy = round((1 - (view.bubble or 0.0)) * width)
@@ -238,13 +236,8 @@ METRICS: tuple[Metric, ...] = ("work", "memory", "use")
 class _MetricStyle(NamedTuple):
     """The way in which a number of the ranks is shown.
 
-    Attributes:
-        value: function that returns the number of a rank.
-        style: function that returns the colour of a value.
-        shown: function that writes a value.
-        low: number of the lowest cell.
-        least_high: lower bound for the number of the highest cell, so that small differences stay small.
-        worst: function that chooses the number of a cell of several ranks.
+    Cells reach from the number `low` to the largest one, which is at least `least_high`, so that small differences stay
+    small. `worst` chooses the number of a cell of several ranks.
     """
 
     title: str
@@ -269,11 +262,7 @@ _LABEL = 8
 
 
 class _Heat:
-    """A number of all ranks, whose strips have one scale.
-
-    Attributes:
-        known: numbers of the ranks that recorded one.
-    """
+    """A number of all ranks, whose strips have one scale; `known`: numbers of the ranks that recorded one."""
 
     def __init__(self, frame: Frame, metric: Metric) -> None:
         self._frame = frame
@@ -318,7 +307,6 @@ def rank_strips(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def _slowest_rank_line(frame: Frame) -> Text:
-    """Name the slowest rank, and the silent ones."""
     summary = Text()
     slowest = frame.slowest
     silent = sorted(frame.silent)
@@ -407,7 +395,6 @@ def listing(
 
 
 def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the text and the style of each cell of a rank by its title, with those parts of its last step."""
     split = view.last.get("split_seconds") or {}
     heard = units.duration(round(max(0.0, frame.now - view.heard)))
     busy = WARN if view.utilization is not None and view.utilization < 0.7 else TEXT

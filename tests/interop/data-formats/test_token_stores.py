@@ -1,7 +1,5 @@
 """The examples of `hooks.data`: the records that the makers' own writers wrote, and a run that goes on among them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

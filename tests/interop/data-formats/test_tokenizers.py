@@ -1,7 +1,5 @@
 """Mistral's tekken.json and vocabularies of tiktoken give the ids of their makers' own programs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

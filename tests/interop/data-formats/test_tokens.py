@@ -1,7 +1,5 @@
 """The tokens of five thousand documents as their makers' own programs write and read them, and as a run reads them."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from itertools import chain, pairwise
@@ -18,6 +16,8 @@ from tests.interop.data_formats_texts import NUMBER, SHARED, documents
 from tests.unit.data.small_runs import sized
 
 VOCABULARY = 131_072
+LLM_C = {"gpt-2": (20240520, 1, np.uint16, 50256), "llama-3": (20240801, 7, np.uint32, 128000)}
+"""llm.c's header of each model, as its `write_datafile` writes it (dev/data/data_common.py), and the separator."""
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,7 @@ def test_rows_that_datasets_wrote(kind: str, texts: list[str], rows: list[list[i
 
 
 @pytest.mark.parametrize("eos", [None, "end"])
-def test_files_of_datatrove(
-    eos: str | None, texts: list[str], tokenizer: Path, rows: list[list[int]], tmp_path: Path
-) -> None:
+def test_datatrove(eos: str | None, texts: list[str], tokenizer: Path, rows: list[list[int]], tmp_path: Path) -> None:
     """As written, shuffled and merged; windows and ends as datatrove's own readers give them."""
     from datatrove.data import Document
     from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
@@ -145,10 +143,6 @@ def test_files_of_datatrove(
         DataError, match=r"data\.tokenizer \(.*other, .*\) must be the tokenizer that .*\.metadata names"
     ):
         read(tmp_path, tmp_path / "plain", tokenizer=str(other))
-
-
-LLM_C = {"gpt-2": (20240520, 1, np.uint16, 50256), "llama-3": (20240801, 7, np.uint32, 128000)}
-"""llm.c's header of each model, as its `write_datafile` writes it (dev/data/data_common.py), and the separator."""
 
 
 @pytest.mark.parametrize("model", LLM_C)

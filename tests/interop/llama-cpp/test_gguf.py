@@ -3,8 +3,6 @@
 tests/interop/readers has the log-probabilities of every family.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
@@ -26,7 +24,8 @@ from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise_use.gguf_file import GGUFExport
-from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import open_hugging_face
+from shardwise_use.importing.imported_model import write_imported_checkpoint
 
 CORPUS = Path(provided.__code__.co_filename).parents[1] / "data/corpus/tiny.jsonl"
 TEXTS = [json.loads(line)["text"] for line in CORPUS.read_text(encoding="utf-8").splitlines()]
@@ -39,6 +38,8 @@ MARKS = [
     "\r\n", "\n\n ", "   ", "\u00a0", "\u3000", "_", "--", "a.b", "x²", "ß", "İ", "\u200b", "don't", "HELLO", "C++",
     "<|endoftext|", " \n",
 ]  # fmt: skip
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+LLAMA3 = LETTERS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def texts(count: int) -> list[str]:
@@ -123,10 +124,6 @@ def by_expression(expression: str) -> Any:
 
     split = pre_tokenizers.Split(Regex(expression), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-LLAMA3 = LETTERS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def tokenizers_of_all_kinds(kind: str) -> Tokenizer:

@@ -5,8 +5,6 @@ runs is their own arithmetic, their own buffers and their own saver. What `megat
 (arguments, iteration, scheduler, generators) is written here under the same names.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -43,39 +41,28 @@ def pretend() -> None:
     Pretended().__enter__()
 
 
+OF_CONFIG = (
+    "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "normalization",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "init_method_std", "bf16", "params_dtype",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel",
+    "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
+    "moe_z_loss_coeff", "moe_router_pre_softmax", "moe_layer_freq",
+)  # fmt: skip
+"""What a configuration names as the arguments do."""
+
+
 def arguments(spec: dict[str, Any]) -> argparse.Namespace:
-    """Megatron-LM's arguments, as its parser names them and a script gives them."""
+    """Megatron-LM's arguments, with what a file of data cannot hold."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
 
-    is_llama = spec["family"] != "gpt"
-    values = argparse.Namespace(
-        num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96 if is_llama else 256, kv_channels=16,
-        group_query_attention=is_llama, num_query_groups=2 if is_llama else 1, max_position_embeddings=32,
-        seq_length=32, position_embedding_type="rope" if is_llama else "learned_absolute", rotary_base=10000,
-        rotary_percent=1.0, rotary_interleaved=False, use_rope_scaling=False,
-        normalization="RMSNorm" if is_llama else "LayerNorm", norm_epsilon=1e-5, swiglu=is_llama,
-        add_bias_linear=not is_llama, add_qkv_bias=False, qk_layernorm=False,
-        untie_embeddings_and_output_weights=is_llama, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_gelu_fusion=False, init_method_std=0.02, num_experts=None, moe_router_topk=2,
-        moe_ffn_hidden_size=None, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.0,
-        moe_z_loss_coeff=None, moe_router_pre_softmax=False, moe_layer_freq=1, moe_grouped_gemm=False,
-        transformer_impl="local", bf16=False,
-        vocab_size=200, padded_vocab_size=256, make_vocab_size_divisible_by=128, tokenizer_type="GPT2BPETokenizer",
-        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False,
-        optimizer="adam", lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", weight_decay=0.1, start_weight_decay=0.1,
-        end_weight_decay=0.1, weight_decay_incr_style="constant", adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8,
-        clip_grad=0.5, lr_warmup_iters=4, lr_warmup_samples=0, lr_decay_iters=40, train_iters=40, train_samples=None,
-        lr_warmup_init=0.0,
-        lr_wsd_decay_iters=None, lr_wsd_decay_style="exponential", lr_wsd_decay_samples=None,
-        global_batch_size=8, micro_batch_size=2, seed=1234, use_distributed_optimizer=False,
-        ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=False, no_save_optim=None, no_save_rng=None,
-        params_dtype=torch.float32, attention_backend=AttnBackend.auto, model_type=ModelType.encoder_or_decoder,
-        spec=None, expert_model_parallel_size=1, world_size=dist.get_world_size(), rank=0,
-        data_parallel_size=1,
-    )  # fmt: skip
-    vars(values).update(spec.get("args", {}))
-    return values
+    return argparse.Namespace(
+        **spec["args"],
+        params_dtype=torch.float32,
+        attention_backend=AttnBackend.auto,
+        model_type=ModelType.encoder_or_decoder,
+        world_size=dist.get_world_size(),
+    )
 
 
 def model_of(args: argparse.Namespace) -> torch.nn.Module:
@@ -87,21 +74,11 @@ def model_of(args: argparse.Namespace) -> torch.nn.Module:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=args.num_attention_heads,
+        **{name: getattr(args, name) for name in OF_CONFIG},
         num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        kv_channels=args.kv_channels, ffn_hidden_size=args.ffn_hidden_size, gated_linear_unit=args.swiglu,
-        activation_func=F.silu if args.swiglu else F.gelu, normalization=args.normalization,
-        add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias, qk_layernorm=args.qk_layernorm,
-        layernorm_epsilon=args.norm_epsilon, hidden_dropout=0.0, attention_dropout=0.0,
-        init_method_std=args.init_method_std, use_cpu_initialization=True,
-        bf16=args.bf16, params_dtype=args.params_dtype, pipeline_dtype=args.params_dtype,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size, num_moe_experts=args.num_experts,
-        expert_model_parallel_size=args.expert_model_parallel_size, moe_router_topk=args.moe_router_topk,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size, moe_aux_loss_coeff=args.moe_aux_loss_coeff,
-        moe_router_load_balancing_type=args.moe_router_load_balancing_type, moe_z_loss_coeff=args.moe_z_loss_coeff,
-        moe_router_pre_softmax=args.moe_router_pre_softmax, moe_layer_freq=args.moe_layer_freq,
-        sequence_parallel=args.sequence_parallel,
+        gated_linear_unit=args.swiglu, activation_func=F.silu if args.swiglu else F.gelu,
+        layernorm_epsilon=args.norm_epsilon, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
+        pipeline_dtype=args.params_dtype, num_moe_experts=args.num_experts,
         apply_rope_fusion=False, persist_layer_norm=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
         gradient_accumulation_fusion=False, batch_p2p_comm=True, deallocate_pipeline_outputs=False,
     )  # fmt: skip
@@ -130,11 +107,9 @@ def optimizer_of(model: torch.nn.Module, args: argparse.Namespace):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    config = OptimizerConfig(
-        optimizer="adam", lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay, adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2, adam_eps=args.adam_eps, clip_grad=args.clip_grad, bf16=args.bf16,
-        params_dtype=args.params_dtype, use_distributed_optimizer=args.use_distributed_optimizer,
-    )  # fmt: skip
+    names = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    names += ("bf16", "params_dtype", "use_distributed_optimizer")
+    config = OptimizerConfig(**{name: getattr(args, name) for name in names})
     optimizer = get_megatron_optimizer(config, [model])
     # As megatron/training/training.py counts: in samples.
     samples = args.global_batch_size
@@ -237,7 +212,7 @@ def main(spec: dict[str, Any]) -> None:
     tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     model = model_of(args)
     optimizer, scheduler = optimizer_of(model, args)
-    tokens = torch.from_numpy(np.load(spec["tokens"]).astype(np.int64))
+    tokens = torch.from_numpy(np.load(spec["batches"]).astype(np.int64))
     losses = []
     for step, batch in enumerate(tokens, 1):
         losses.append(train_step(model, optimizer, scheduler, args, batch))
@@ -245,7 +220,7 @@ def main(spec: dict[str, Any]) -> None:
             for name, sharding in spec["saves"].items():
                 save(Path(name), model, optimizer, scheduler, args, step, sharding)
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        Path(spec["losses"]).write_text(json.dumps(losses))
+        Path(spec["folder"], "losses.json").write_text(json.dumps(losses))
     dist.barrier()
     dist.destroy_process_group()
 

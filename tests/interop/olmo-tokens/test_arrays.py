@@ -1,7 +1,5 @@
 """OLMo-core's and dolma's .npy, which have no header: the tokens and the dtype that OLMo-core's data set gives."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 a GGUF file where one can be written, the ids of a text, and the log-probabilities that transformers computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,6 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+import yaml
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.format.export_checkpoint import Export
@@ -24,67 +23,13 @@ from shardwise.config.hugging_face import to_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.gguf_file import GGUFExport
-from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import open_hugging_face
+from shardwise_use.importing.imported_model import write_imported_checkpoint
 from shardwise_use.other_readers import PLAIN, model_lines
 
 TOKENS = 48
-SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 128,  # heads of 32 dimensions, the narrowest that vLLM has on CPUs
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-OWN: dict[str, dict[str, Any]] = {
-    "gemma3": {"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8},
-    "olmo3": {"sliding_window": 8},
-    "qwen3": {"head_dim": 32},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
-}
-"""Sizes beside `SIZES`."""
-SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-]
-OTHER: dict[str, list[Any]] = {
-    "rope_scaling": SCALINGS,
-    "rope_theta": [700.0],
-    "rope_local_base_freq": [700.0],
-    "rms_norm_eps": [0.05],
-    "layer_norm_eps": [0.05],
-    "layer_norm_epsilon": [0.05],
-    "rotary_pct": [0.75],
-    "num_key_value_heads": [2],
-    "sliding_window": [8],
-    "layer_types": [3],
-    "no_rope_layers": [[1, 0, 1, 1]],
-    "query_pre_attn_scalar": [40],
-    "decoder_sparse_step": [2],
-    "mlp_only_layers": [[1]],
-    "routed_scaling_factor": [2.5],
-    "n_group": [2],
-    "n_shared_experts": [2],
-    "first_k_dense_replace": [2],
-}
-"""Key → other values; a flag has its opposite, and a word each other word."""
-TOGETHER: dict[str, dict[str, Any]] = {
-    "layer_types": {"sliding_window": 8},
-    "n_group": {"topk_group": 1},
-    "dynamic": {"max_position_embeddings": TOKENS // 2},  # which scales longer texts alone
-}
-"""Keys and types of scaling that need another value beside them."""
+MODELS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
+SIZES, OWN, OTHER, TOGETHER = MODELS["sizes"], MODELS["own"], MODELS["other"], MODELS["together"]
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:

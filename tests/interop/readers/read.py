@@ -4,8 +4,6 @@ It needs the program and numpy alone, as the programs exclude each other. Each m
 program may abort. What it computes goes into CASE/NAME.json: the largest difference of a log-probability, or the error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

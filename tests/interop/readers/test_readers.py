@@ -8,8 +8,6 @@ and docs/readers.md read, is written again; where a program is right and was not
 of two cores: gguf 0.3, mlx-lm 0.2, transformers 4.5, ctranslate2 4.6, llama.cpp 4.7, transformers-4 6.9, vllm 12.8.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

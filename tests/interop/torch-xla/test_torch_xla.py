@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, batches, losses_here, shardwise
+from tests.interop.continued import BATCH, BEFORE, LENGTH, batches, go_on
 
 STEPS = 20
 MODEL: dict[str, Any] = {
@@ -49,9 +49,5 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(("form", "keys"), [("plain", ["parallel.tensor=2"]), ("xser", ["parallel.pipeline=2"])])
 def test_the_next_losses_are_the_same(made: Path, form: str, keys: list[str]) -> None:
     run = made / f"run-{form}"
-    said = shardwise("checkpoint", "import", "--from", "neuronx-distributed", made / form, run, "--config", made)
-    assert f"after step {BEFORE}, {BEFORE * BATCH} samples and {BEFORE * BATCH * LENGTH} tokens" in said
-    losses = losses_here(run, keys)
-    there = json.loads((made / "losses.json").read_text())[BEFORE:]
-    assert len(losses) == AFTER
-    assert losses == pytest.approx(there, rel=0, abs=1e-5)
+    words = ("--from", "neuronx-distributed", "--config", made)
+    go_on(made / form, run, *words, keys=keys, losses=json.loads((made / "losses.json").read_text()))

@@ -32,18 +32,12 @@ def failing(event: dict[str, Any]) -> None:
         raise ValueError("no room")
 
 
-# ---- recipes
-
-
-def test_sections_and_dotted_keys_are_the_same() -> None:
+def test_recipes_are_sections_dotted_keys_or_mappings(tmp_path: Path, recipe: str) -> None:
     by_section = shardwise.load_recipe("llama2-tiny", train={"steps": 7, "seed": 3}, parallel={"tensor": 2})
     dotted = shardwise.load_recipe("llama2-tiny", **{"train.steps": 7, "train.seed": 3, "parallel.tensor": 2})
     assert by_section == dotted
     assert (by_section.train.steps, by_section.parallel.tensor) == (7, 2)
     assert by_section.train.global_batch == shardwise.load_recipe("llama2-tiny").train.global_batch
-
-
-def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     config = shardwise.load_recipe(
         "llama2-tiny",
         data={"path": tmp_path / "corpus.jsonl"},
@@ -54,6 +48,10 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     assert config.data.path == str(tmp_path / "corpus.jsonl")
     assert (config.optimizer.betas, config.optimizer.lr, config.train.steps) == ((0.9, 0.95), 0.5, 9)
     assert config.compile.options == {"max_autotune": True}
+    values = shardwise.load_recipe(recipe).model_dump(mode="json")
+    before = json.dumps(values)
+    assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
+    assert json.dumps(values) == before
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), object(), {1: 2}], ids=["tensor", "object", "number as key"])
@@ -61,16 +59,6 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
 def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
         shardwise.load_recipe("llama2-tiny", **{key: value})
-
-
-def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
-    values = shardwise.load_recipe(recipe).model_dump(mode="json")
-    before = json.dumps(values)
-    assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
-    assert json.dumps(values) == before
-
-
-# ---- runs
 
 
 def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
@@ -83,11 +71,9 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
     assert [event["step"] for event in run.metrics("eval")] == [0, 2, 4]
     assert run.config() == config
     results = run.results()
-    assert results is not None
     assert results["final_loss"] == run.metrics()[-1]["loss"]
     assert [Path(path).name for path in run.checkpoints()] == ["step-00000004", "step-00000002"]
     environment = shardwise.Run("runs/latest").environment()
-    assert environment is not None
     assert environment["versions"]["torch"] == version("torch")
     done = shardwise.train(config, run_dir=run.path)  # a finished run is returned, and not trained again
     assert len(done.metrics("start")) == 1
@@ -152,21 +138,6 @@ def test_a_task_of_mpirun_is_a_rank(recipe: str, monkeypatch: pytest.MonkeyPatch
         shardwise.train(shardwise.load_recipe(recipe, parallel={"tensor": 2, "pipeline": 2}))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
-        ({"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
-        ({"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
-    ],
-    ids=lambda case: str(case)[:40],
-)
-def test_wrong_arguments_of_a_training_are_refused(arguments: dict[str, Any], text: str, recipe: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        shardwise.train(**{"config": shardwise.load_recipe(recipe), **arguments})
-    assert not Path("runs").exists()
-
-
 @pytest.mark.slow
 def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -181,22 +152,23 @@ def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("overrides", "arguments", "problem"),
     [
-        ({"parallel": {"tensor": 2}}, r"the number of ranks \(1\).*torchrun --nproc_per_node=2"),
-        ({"data": {"dataset": None}}, r"data.path, data.blend or data.dataset must name the data"),
-        ({"train": {"global_batch": 9}}, r"train.global_batch \(9\) must be a multiple"),
-        ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, r"there is no module nowhere"),
+        ({}, {"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
+        ({}, {"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
+        ({}, {"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
+        ({"parallel": {"tensor": 2}}, {}, r"the number of ranks \(1\).*torchrun --nproc_per_node=2"),
+        ({"data": {"dataset": None}}, {}, r"data.path, data.blend or data.dataset must name the data"),
+        ({"train": {"global_batch": 9}}, {}, r"train.global_batch \(9\) must be a multiple"),
+        ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, {}, r"there is no module nowhere"),
     ],
-    ids=["ranks", "data", "batch", "model"],
 )
-def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dict[str, Any], problem: str) -> None:
+def test_wrong_arguments_are_refused(
+    recipe: str, overrides: dict[str, Any], arguments: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
-        shardwise.train(shardwise.load_recipe(recipe, **overrides))
+        shardwise.train(**{"config": shardwise.load_recipe(recipe, **overrides), **arguments})
     assert not Path("runs").exists()
-
-
-# ---- plans
 
 
 def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:

@@ -1,7 +1,5 @@
 """`Run.frame` and `Run.plot`: what a notebook shows of runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

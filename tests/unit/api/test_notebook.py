@@ -43,16 +43,13 @@ def stdout(outputs: list[Any]) -> str:
     return "".join(output.text for output in outputs if output.get("name") == "stdout")
 
 
-def test_progress_is_one_display_that_ends_at_the_last_step(outputs: list[Any]) -> None:
+def test_progress_is_one_display_and_each_message_is_shown_once(outputs: list[Any], at: Path) -> None:
     (display,) = (output for output in outputs if output.output_type == "display_data")
     page = display.data["text/html"]
     assert f'<b>step {STEPS}/{STEPS}</b>\n<progress value="{STEPS}" max="{STEPS}"' in page
     assert "done" in page
     assert "tokens/s" in page
     assert f"step {STEPS}/{STEPS}" in display.data["text/plain"]
-
-
-def test_each_message_is_shown_once_without_escape_codes(outputs: list[Any], at: Path) -> None:
     shown = stdout(outputs)
     assert "\x1b" not in str(outputs)
     assert "ipywidgets" not in str(outputs)

@@ -1,16 +1,7 @@
-import pytest
-
-from shardwise.base.errors import (
-    ConfigError,
-    DataError,
-    RunError,
-    ShardwiseError,
-    divisors,
-    nearest_numbers,
-)
+from shardwise.base.errors import ConfigError, DataError, RunError, ShardwiseError, divisors, nearest_numbers
 
 
-def test_an_error_shows_every_problem_and_has_an_exit_code() -> None:
+def test_errors_and_numbers_near_a_value() -> None:
     assert str(ConfigError("a is wrong")) == "a is wrong"
     both = ConfigError(["a is wrong", "b is wrong"])
     assert both.problems == ["a is wrong", "b is wrong"]
@@ -18,22 +9,9 @@ def test_an_error_shows_every_problem_and_has_an_exit_code() -> None:
     assert (ShardwiseError("").exit_code, RunError("").exit_code) == (1, 1)
     assert (ConfigError("").exit_code, DataError("").exit_code) == (2, 2)
     assert issubclass(ConfigError, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("value", "valid", "expected"), [(3, [1, 2, 4, 8], [2, 4]), (4, [1, 4], [4]), (9, [1, 2], [2]), (1, [2, 4], [2])]
-)
-def test_nearest_numbers(value: int, valid: list[int], expected: list[int]) -> None:
-    assert nearest_numbers(value, valid) == expected
-
-
-@pytest.mark.parametrize(
-    ("number", "expected"), [(1, {1}), (12, {1, 2, 3, 4, 6, 12}), (16, {1, 2, 4, 8, 16}), (2**31 - 1, {1, 2**31 - 1})]
-)
-def test_divisors_of_large_numbers_too(number: int, expected: set[int]) -> None:
-    assert divisors(number) == expected
-
-
-@pytest.mark.parametrize("sign", ["\x1b", "\u2028", "\ud800"])
-def test_fault_23_a_message_shows_no_character_that_a_terminal_obeys(sign: str) -> None:
-    assert str(ConfigError(f"a{sign}b\tc\nd")) == f"a{ascii(sign)[1:-1]}b\tc\nd"
+    for sign in ["\x1b", "\u2028", "\ud800"]:
+        assert str(ConfigError(f"a{sign}b\tc\nd")) == f"a{ascii(sign)[1:-1]}b\tc\nd"
+    for value, valid, expected in [(3, [1, 2, 4, 8], [2, 4]), (4, [1, 4], [4]), (9, [1, 2], [2]), (1, [2, 4], [2])]:
+        assert nearest_numbers(value, valid) == expected
+    for number, expected in [(1, {1}), (12, {1, 2, 3, 4, 6, 12}), (16, {1, 2, 4, 8, 16}), (2**31 - 1, {1, 2**31 - 1})]:
+        assert divisors(number) == expected

@@ -8,21 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.files import (
-    ANYONE_WRITES,
-    OTHERS,
-    UntrustedError,
-    free_bytes,
-    lock,
-    make_folder,
-    new_file,
-    open_lock,
-    open_own,
-    path_refusal,
-    require_trusted,
-    write_atomic,
-)
+from shardwise.base.files import UntrustedError, open_lock, open_own, require_trusted, write_atomic
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data import cache
 from shardwise.data.prepare.output import PreparedOutput
@@ -49,19 +37,27 @@ def untouched(victim: Path) -> bool:
     return not victim.exists() or victim.read_text() == "mine"
 
 
-def test_a_link_is_not_opened(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+def test_a_link_is_not_opened_and_no_temporary_file_is_one(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
     victim = plant(tmp_path / "own")
     for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
         with pytest.raises(OSError, match=r"own is a link or no plain file, and links are not followed: remove it"):
             open_own(tmp_path / "own", flags)
     assert untouched(victim)
-    with new_file(tmp_path / "own") as file:
+    with files.new_file(tmp_path / "own") as file:
         file.write(b"ours")
     assert (tmp_path / "own").read_bytes() == b"ours"
     assert untouched(victim)
     os.mkfifo(tmp_path / "pipe")  # nor waited for
     with pytest.raises(OSError, match="no plain file"):
         open_own(tmp_path / "pipe", os.O_RDONLY)
+    victim = plant(tmp_path / f".a.{os.getpid()}.tmp")
+    (Root.of(tmp_path) / "a").write(b"ours")
+    assert untouched(victim)
+    victim.unlink(missing_ok=True)
+    victim = plant(tmp_path / f".b.{os.getpid()}.tmp")
+    write_atomic(tmp_path / "b", "ours")
+    assert untouched(victim)
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "ours"
 
 
 @pytest.mark.parametrize(
@@ -83,33 +79,17 @@ def test_no_file_that_a_command_opens_is_a_link(
     assert untouched(victim)
 
 
-def test_no_temporary_file_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
-    victim = plant(tmp_path / f".a.{os.getpid()}.tmp")
-    (Root.of(tmp_path) / "a").write(b"ours")
-    assert untouched(victim)
-    victim.unlink(missing_ok=True)
-    victim = plant(tmp_path / f".b.{os.getpid()}.tmp")
-    write_atomic(tmp_path / "b", "ours")
-    assert untouched(victim)
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "ours"
-
-
-# ---- locks and writes
-
-
 def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path) -> None:
     with open_lock(tmp_path / "lock") as mine, open_lock(tmp_path / "lock") as other:
-        assert lock(mine, wait=False)
-        assert not lock(other, wait=False)
-        assert not lock(other, wait=False, shared=True)
+        assert files.lock(mine, wait=False)
+        assert not files.lock(other, wait=False)
+        assert not files.lock(other, wait=False, shared=True)
         mine.close()
-        assert lock(other, wait=True)
+        assert files.lock(other, wait=True)
     assert (tmp_path / "lock").read_bytes() == b"", "the file stays"
 
 
-def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_the_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_is_durable_in_order_or_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash after any of these steps leaves the old file or the new one, whole."""
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace
@@ -127,9 +107,6 @@ def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_the_return(
     write_atomic(tmp_path / "file", "new")
     assert steps == ["bytes", "name", "folder"]
     assert (tmp_path / "file").read_text() == "new"
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("old")
     monkeypatch.setattr(os, "fsync", raises(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
@@ -189,47 +166,44 @@ def test_fault_16_folders_that_a_team_shares_and_links_of_its_own_still_work(sha
             assert exclusive
 
 
-def test_fault_16_a_volume_that_is_open_to_all_has_room_for_a_folder_below(shared: Path) -> None:
+def test_fault_16_folders_that_are_open_to_all_or_for_one_user(shared: Path, tmp_path: Path) -> None:
     with pytest.raises(UntrustedError, match=r"\(1777\) must be 1775 or stricter, .* or choose a folder below it$"):
-        require_trusted(shared, ANYONE_WRITES)
-    make_folder(shared / "graphs")
-    require_trusted(shared / "graphs", ANYONE_WRITES)
+        require_trusted(shared, files.ANYONE_WRITES)
+    files.make_folder(shared / "graphs")
+    require_trusted(shared / "graphs", files.ANYONE_WRITES)
     umask = os.umask(0)
     try:
-        make_folder(shared / "cache" / "tokens")
+        files.make_folder(shared / "cache" / "tokens")
     finally:
         os.umask(umask)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (shared / "cache", shared / "cache/tokens")]
     assert modes == [0o700, 0o775], "no other user can write them"
-
-
-def test_fault_16_a_folder_for_this_user_alone_has_no_other_users(tmp_path: Path) -> None:
     folder, link = tmp_path / "alone", tmp_path / "link"
     folder.mkdir(mode=0o700)
-    require_trusted(folder, OTHERS)
+    require_trusted(folder, files.OTHERS)
     link.symlink_to(folder)
     with pytest.raises(UntrustedError, match="link must be a folder of yours, and no link: remove it"):
-        require_trusted(link, OTHERS)
+        require_trusted(link, files.OTHERS)
     folder.chmod(0o750)
     with pytest.raises(UntrustedError, match=r"\(0750\) must be 0700 or stricter, as others may use it"):
-        require_trusted(folder, OTHERS)
+        require_trusted(folder, files.OTHERS)
     if os.geteuid() == 0:
         folder.chmod(0o700)
         os.chown(folder, NOBODY, NOBODY)
         with pytest.raises(UntrustedError, match="alone must be a folder of yours"):
-            require_trusted(folder, OTHERS)
+            require_trusted(folder, files.OTHERS)
 
 
 def test_a_path_that_may_not_be_used_is_refused_and_other_errors_are_not(tmp_path: Path) -> None:
     for code in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE):
-        refusal = path_refusal(OSError(code, os.strerror(code), b"runs/\xff"))
+        refusal = files.path_refusal(OSError(code, os.strerror(code), b"runs/\xff"))
         assert str(refusal) == f"the path runs/\\udcff cannot be used: {os.strerror(code)}"
-    assert path_refusal(OSError(errno.EACCES, "of no path")) is None
-    assert path_refusal(FileNotFoundError(errno.ENOENT, "a fault of ours", "x")) is None
+    assert files.path_refusal(OSError(errno.EACCES, "of no path")) is None
+    assert files.path_refusal(FileNotFoundError(errno.ENOENT, "a fault of ours", "x")) is None
     # Fault 15: a path that is no UTF-8 does not end a write.
     path = os.fsdecode(b"run-\xfc")
     write_atomic(tmp_path / "a.json", path)
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "run-?"
     assert json_text({"path": path}) == '{"path": "run-?"}'
     # The room is that of the disk where a path will be.
-    assert abs(free_bytes(tmp_path / "not" / "yet") - free_bytes(tmp_path)) < 2**30
+    assert abs(files.free_bytes(tmp_path / "not" / "yet") - files.free_bytes(tmp_path)) < 2**30

@@ -24,9 +24,24 @@ def devices(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_gpus_are_counted_and_control_files_are_not(tmp_path: Path) -> None:
+def test_devices_that_files_and_torch_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dev = devices(tmp_path, "nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-modeset", "null")
     assert hardware.accelerators(dev) == ("nvidia", 3)
+    for printed, counted in [("a note\nxpu 3\n", ("xpu", 3)), ("a note\n", ("cpu", 0))]:
+        monkeypatch.setattr(
+            "subprocess.run", lambda *_, printed=printed, **__: SimpleNamespace(returncode=0, stdout=printed)
+        )
+        assert hardware._counted_by_torch.__wrapped__() == counted
+    for text, expected in [
+        ("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "AMX"),
+        ("flags\t\t: fpu avx2 avx512_bf16\n", "AVX512-BF16"),
+        ("flags\t\t: fpu avx2 avx512f\n", ""),
+        (None, None),
+    ]:
+        (tmp_path / "cpuinfo").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "cpuinfo").write_text(text)
+        assert hardware.bfloat16_unit(tmp_path / "cpuinfo") == expected
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0", 1), ("1,3", 2), ("0,7,1", 1), ("GPU-5a1b, GPU-77", 2), ("", 0)])
@@ -68,7 +83,7 @@ def test_neuron_cores(
         ("NEURON_LOGICAL_NC_CONFIG", "4", r"NEURON_LOGICAL_NC_CONFIG \(4\) must be 1, or 2 to join two cores"),
     ],
 )
-def test_settings_of_cores_that_say_nothing_are_refused(
+def test_wrong_numbers_of_cores(
     name: str, value: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -104,29 +119,6 @@ def test_torch_is_asked_where_files_do_not_tell(
     monkeypatch.setattr(hardware, "_counted_by_torch", lambda: ("xpu", 3))
     monkeypatch.setattr(hardware.sys, "platform", "linux")
     assert hardware.accelerators(devices(tmp_path, present)) == (("xpu", 3) if asked else ("cpu", 0))
-
-
-@pytest.mark.parametrize(("printed", "counted"), [("a note\nxpu 3\n", ("xpu", 3)), ("a note\n", ("cpu", 0))])
-def test_what_torch_prints_beside_its_devices_is_no_number(
-    printed: str, counted: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed))
-    assert hardware._counted_by_torch.__wrapped__() == counted
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "AMX"),
-        ("flags\t\t: fpu avx2 avx512_bf16\n", "AVX512-BF16"),
-        ("flags\t\t: fpu avx2 avx512f\n", ""),
-        (None, None),
-    ],
-)
-def test_what_multiplies_bfloat16(text: str | None, expected: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "cpuinfo").write_text(text)
-    assert hardware.bfloat16_unit(tmp_path / "cpuinfo") == expected
 
 
 GIB = 2**30

@@ -86,9 +86,7 @@ def user(tmp_path: Path, site: Site) -> User:
     return User(tmp_path, site)
 
 
-def test_only_what_is_needed_is_fetched_and_once_and_the_cache_serves_ranks_and_users_offline(
-    user: User, site: Site
-) -> None:
+def test_what_is_needed_is_fetched_once_and_the_cache_serves_ranks_and_users_offline(user: User, site: Site) -> None:
     calls = (weights("acme/tiny"), weights("acme/tiny"), weights("acme/tiny", "v1"))
     (place, (line,)), again, (first, _) = user.found(*calls)
     folder = Path(place)
@@ -125,14 +123,11 @@ def test_what_is_refused(user: User, site: Site) -> None:
     assert "pytorch_model.bin" not in site.fetched
 
 
-def test_fault_05_licences_come_with_weights_and_tokenizers(user: User) -> None:
+def test_fault_05_licences_come_with_weights_and_tokenizers_at_a_revision(user: User, site: Site) -> None:
     licences = {"LICENSE", "LICENCE.md", "License.txt", "NOTICE", "USE_POLICY.md"}
     found = user.texts(weights("acme/tiny", "licensed"), tokenizer("acme/tiny@words"))
     names = [{path.name for path in Path(folder).iterdir()} for folder in found]
     assert names == [{"config.json", "model.safetensors", *licences}, {"vocab.txt", "license.txt"}]
-
-
-def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
     cases = (
         (tokenizer(f"acme/tiny@{site.commit('words')}"), site.commit("words")),
         (tokenizer("acme/tiny@half"), "must hold a tokenizer, which is .*: it has config.json and vocab.json"),
@@ -174,7 +169,9 @@ def test_a_look_fetches_nothing(user: User, site: Site) -> None:
     assert site.requests == []
 
 
-def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_and_files_are_known_by_their_hashes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     download = hub.HubFiles.download
 
     def full(wanted: hub.HubFiles, *, local_files_only: bool = False) -> Path:
@@ -186,9 +183,6 @@ def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.Mon
     told = r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
     with pytest.raises(ConfigError, match=told):
         resolve_weights("acme/tiny", cached=False)
-
-
-def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
     names = {
         "large": hashlib.sha256(b"large").hexdigest(),
         "small": hashlib.sha1(b"blob 5\0small").hexdigest(),

@@ -43,7 +43,7 @@ def test_many_files_are_one_commit(tmp_path: Path, site: Site) -> None:
     files = {f"part-{number}.txt": b"%d" % number for number in range(260)}
     for name, content in files.items():
         (tmp_path / "out" / name).write_bytes(content)
-    program = "import pathlib, shardwise.base.hub_upload as h; h.upload(pathlib.Path('out'), 'acme/mine', 'a model')"
+    program = "import pathlib, shardwise.base.hub as h; h.upload(pathlib.Path('out'), 'acme/mine', 'a model')"
     variables = {**os.environ, **user_of(site.address, str(tmp_path / "hf")), "HF_TOKEN": TOKEN}
     variables["HF_HUB_DISABLE_XET"] = "0"  # as installed; small files need no server of it
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=variables, check=True)
@@ -51,7 +51,7 @@ def test_many_files_are_one_commit(tmp_path: Path, site: Site) -> None:
     assert sum(request.endswith("/commit/main") for request in site.requests) == 1
 
 
-def test_without_a_token_nothing_is_written(tmp_path: Path, site: Site) -> None:
+def test_without_a_token_that_may_write_it_is_refused(tmp_path: Path, site: Site) -> None:
     for repository, text in (
         ("acme/mine", f"--push (acme/mine) needs a token that may write: set HF_TOKEN, or run `hf auth login` "
          f"({site.address}/settings/tokens)"),
@@ -60,9 +60,6 @@ def test_without_a_token_nothing_is_written(tmp_path: Path, site: Site) -> None:
         assert text in push(tmp_path, site.address, repository).failed(2)
     assert not (tmp_path / "out").exists()
     assert site.requests == []
-
-
-def test_a_token_that_may_not_write_is_refused(tmp_path: Path, site: Site) -> None:
     said = push(tmp_path, site.address, "acme/mine", HF_TOKEN="hf_of_somebody_else").failed(1)
     assert f"out could not be uploaded as acme/mine: {site.address} refuses the token in use (status 401): set" in said
     assert (tmp_path / "out/model.safetensors").exists(), "what was written stays"

@@ -1,7 +1,5 @@
 """The devices of this machine, as a library in NVML's place, a program in neuron-ls's place, and the system tell."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,11 +3,10 @@ import pytest
 from shardwise.base.files import name_problem
 
 
-@pytest.mark.parametrize("name", ["a", "a.txt", ".hidden", "...", "a..b", "~", "a b", "ü", "part-?.txt"])
-def test_a_name_of_a_folder(name: str) -> None:
-    assert name_problem(name) is None
-    assert name_problem(f"deep/{name}", nested=True) is None
-    assert name_problem(f"deep/{name}") == f"'deep/{name}' lies in another folder"
+def test_a_name_of_a_folder() -> None:
+    for name in ("a", "a.txt", ".hidden", "...", "a..b", "~", "a b", "ü", "part-?.txt"):
+        assert name_problem(name) is name_problem(f"deep/{name}", nested=True) is None
+        assert name_problem(f"deep/{name}") == f"'deep/{name}' lies in another folder"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +24,5 @@ def test_a_name_of_a_folder(name: str) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_name_that_leads_elsewhere(name: object, problem: str, nested: bool) -> None:
     found = name_problem(name, nested=nested)
-    assert found is not None
     assert found.endswith(problem)
     assert "\x1b" not in found, "a terminal obeys it"

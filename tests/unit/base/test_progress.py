@@ -1,7 +1,5 @@
 """Progress of long work: nothing at first, then a bar on a terminal and lines in a log."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Callable
@@ -9,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.base import progress as module
-from shardwise.base.progress import progress
+from shardwise.base import terminal as module
+from shardwise.base.terminal import progress
 from tests.screens import Screen
 
 
@@ -41,30 +39,13 @@ def test_texts(clock: SimpleNamespace, total: int | None, noun: str, amounts: li
     assert work._text() == f"working: {line}"
 
 
-def test_work_that_cannot_tell_is_asked(clock: SimpleNamespace) -> None:
+def test_work_that_is_asked_and_a_log_with_a_line_every_half_minute(clock: SimpleNamespace) -> None:
     """What is there at the beginning, such as files of an earlier process, does not count."""
     work = progress("verifying", 8, "layout", done=iter([1, 3, 5]).__next__)
     clock.now += 6
     assert work._text() == "verifying: 2 of 8 layouts, 25%, 18.0 s left"
     clock.now += 6
     assert work._text() == "verifying: 4 of 8 layouts, 50%, 12.0 s left"
-
-
-class Turns:
-    """An end that comes after some waits, whose times are kept."""
-
-    def __init__(self, turns: int, then: Callable[[], None] = lambda: None) -> None:
-        self.waits: list[float] = []
-        self._turns = turns
-        self._then = then
-
-    def wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
-        self._then()
-        return len(self.waits) > self._turns
-
-
-def test_a_log_has_a_line_every_half_minute(clock: SimpleNamespace) -> None:
     work = progress("tokenizing x", 100 << 20, "")
     log = io.StringIO()
 
@@ -82,7 +63,21 @@ def test_a_log_has_a_line_every_half_minute(clock: SimpleNamespace) -> None:
     ]
 
 
-def test_short_work_shows_nothing(screen: Screen) -> None:
+class Turns:
+    """An end that comes after some waits, whose times are kept."""
+
+    def __init__(self, turns: int, then: Callable[[], None] = lambda: None) -> None:
+        self.waits: list[float] = []
+        self._turns = turns
+        self._then = then
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self._then()
+        return len(self.waits) > self._turns
+
+
+def test_short_and_hidden_work_shows_nothing(screen: Screen) -> None:
     """On a terminal, work that ends within the first wait draws nothing; in a log, within half a minute."""
     log = io.StringIO()
     for stream, waits in ((screen.stream, [module.AFTER_SECONDS, module.EVERY_SECONDS]), (log, [module.EVERY_SECONDS])):
@@ -90,6 +85,14 @@ def test_short_work_shows_nothing(screen: Screen) -> None:
         progress("working", 10, "").show(stream, turns)
         assert turns.waits == waits
     assert screen.text() + log.getvalue() == ""
+    # The progress of other ranks, secrets and control characters.
+    with progress("working", 2, "graph", shown=False) as advance:
+        advance(2)
+    assert screen.text() == ""
+    with progress("fetching https://host/x?token=abc \x1b[31m", 1):
+        pass
+    assert "abc" not in screen.text()
+    assert "\x1b[31m" not in screen.text()
 
 
 def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: SimpleNamespace) -> None:
@@ -119,14 +122,3 @@ def test_an_error_in_the_middle_is_kept(screen: Screen, error: type[BaseExceptio
     assert "1 of 2 graphs" in screen.text()
     assert screen.text().rstrip("\r").endswith("\x1b[2K")
     assert "progress" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_what_is_never_shown(screen: Screen) -> None:
-    """The progress of other ranks, secrets and control characters."""
-    with progress("working", 2, "graph", shown=False) as advance:
-        advance(2)
-    assert screen.text() == ""
-    with progress("fetching https://host/x?token=abc \x1b[31m", 1):
-        pass
-    assert "abc" not in screen.text()
-    assert "\x1b[31m" not in screen.text()

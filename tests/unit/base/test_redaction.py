@@ -6,58 +6,28 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError, RunError
 from shardwise.base.redaction import recorded_variables, redacted, redacted_arguments, without_secrets
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-Signature=5ecret"
 
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        (SIGNED, "https://store.example/data.txt?(redacted)"),
-        (f"data.path ({SIGNED}) must be", "data.path (https://store.example/data.txt?(redacted)) must be"),
-        ("https:/host/x?y=5ecret", "https:/host/x?(redacted)"),
-        ("url: /x?X-Amz-Signature=5ecret&id=1 (", "url: /x?X-Amz-Signature=(redacted)&id=1 ("),
-        ("/x#access_token=5ecret", "/x#access_token=(redacted)"),
-        ("https://me:5ecret@host:80/x", "https://(redacted)@host:80/x"),
-        ("s3://KEY:5e/cret@bucket/x", "s3://(redacted)@bucket/x"),
-        ("s3://bucket/part-?.txt", "s3://bucket/part-?.txt"),
-        ("is it http://host/x?", "is it http://host/x?"),
-        ("log.notify=[https://a/5ecret,https://b:8/]", "log.notify=[https://a/(redacted),https://b:8/]"),
-        (
-            "log:\n  notify:\n    - https://a/5e/cret\n    - 'https://b/5ecret'\n  x: https://c/d",
-            "log:\n  notify:\n    - https://a/(redacted)\n    - 'https://b/(redacted)'\n  x: https://c/d",
-        ),
-        (
-            "log:\n  notify:\n    # https://a/5ecret\n\n    - curl -d @-\n      https://b/5ecret\n  x: https://c/d",
-            "log:\n  notify:\n    # https://a/(redacted)\n\n    - curl -d @-\n      https://b/(redacted)\n  x: https://c/d",
-        ),
-        (
-            '{\n "notify": [\n  "env:X",\n  "curl http://[::1]:8/5ecret"\n ],\n "x": "https://c/d"\n}',
-            '{\n "notify": [\n  "env:X",\n  "curl http://[::1]:8/(redacted)"\n ],\n "x": "https://c/d"\n}',
-        ),
-        ("notify https://a/5ecret\nhttps://c/d", "notify https://a/(redacted)\nhttps://c/d"),
-        ("log.notify=['curl https://a/b,5ecret']", "log.notify=['curl https://a/(redacted)']"),
-        (
-            "log.notify=[https://a/b,env:X,https:/a/5ecret]",
-            "log.notify=[https://a/(redacted),env:X,https:/a/(redacted)]",
-        ),
-    ],
+    ROWS["texts"],
 )
 def test_log_ins_and_query_strings_are_hidden_in_any_text(text: str, shown: str) -> None:
     assert redacted(text) == shown
     assert redacted(shown) == shown, "a text may pass twice"
 
 
-@pytest.mark.parametrize("kind", [RunError, ConfigError, DataError])
-def test_no_error_shows_a_query_string(kind: type[Exception]) -> None:
-    assert str(kind(f"{SIGNED} is wrong")) == "https://store.example/data.txt?(redacted) is wrong"
-    error = ConfigError([f"a: {SIGNED}", "b"])
-    assert "5ecret" not in f"{error} {error!r} {error.args} {error.problems}"
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
+def test_errors_command_lines_and_records_hide_secrets() -> None:
+    for kind in [RunError, ConfigError, DataError]:
+        assert str(kind(f"{SIGNED} is wrong")) == "https://store.example/data.txt?(redacted) is wrong"
+        error = ConfigError([f"a: {SIGNED}", "b"])
+        assert "5ecret" not in f"{error} {error!r} {error.args} {error.problems}"
+    for given, shown in [
         (["--api-key", "abc", "next"], ["--api-key", "(redacted)", "next"]),
         (
             ["--db-pwd=abc", "--pass", "abc", "-pw", "abc"],
@@ -65,10 +35,25 @@ def test_no_error_shows_a_query_string(kind: type[Exception]) -> None:
         ),
         (["--bypass", "abc", "passes=3"], ["--bypass", "abc", "passes=3"]),
         (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
-    ],
-)
-def test_secrets_on_the_command_line(given: list[str], shown: list[str]) -> None:
-    assert redacted_arguments(given) == shown
+    ]:
+        assert redacted_arguments(given) == shown
+    # The value of a key hides with its name; a key that only sounds like a secret keeps its value.
+    record = {
+        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://me:5ecret@bucket/x", "day": date(2026, 1, 1)},
+        "launch": {"environment": {"HF_TOKEN": "5ecret", "DB_PASSWD": "5ecret", "TOKENIZERS_PARALLELISM": "false"}},
+        "hub": [{"api_key": "5ecret", "token": None}],
+        "command": ["shardwise", "train", "hub.token=5ecret", "--password", "5ecret"],
+        "loss": 2.5,
+    }
+    assert without_secrets(record) == {
+        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://(redacted)@bucket/x", "day": "2026-01-01"},
+        "launch": {
+            "environment": {"HF_TOKEN": "(redacted)", "DB_PASSWD": "(redacted)", "TOKENIZERS_PARALLELISM": "false"}
+        },
+        "hub": [{"api_key": "(redacted)", "token": None}],
+        "command": ["shardwise", "train", "hub.token=(redacted)", "--password", "(redacted)"],
+        "loss": 2.5,
+    }
 
 
 def test_only_variables_that_help_are_recorded() -> None:
@@ -97,24 +82,4 @@ def test_only_variables_that_help_are_recorded() -> None:
         "NCCL_X": "https://store.example/data.txt?(redacted)",
         "NCCL_FOO": "--password (redacted) --level 3",
         "XLA_FLAGS": "--a=1 --my_token=(redacted)",
-    }
-
-
-def test_a_record_without_secrets() -> None:
-    """The value of a key hides with its name; a key that only sounds like a secret keeps its value."""
-    record = {
-        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://me:5ecret@bucket/x", "day": date(2026, 1, 1)},
-        "launch": {"environment": {"HF_TOKEN": "5ecret", "DB_PASSWD": "5ecret", "TOKENIZERS_PARALLELISM": "false"}},
-        "hub": [{"api_key": "5ecret", "token": None}],
-        "command": ["shardwise", "train", "hub.token=5ecret", "--password", "5ecret"],
-        "loss": 2.5,
-    }
-    assert without_secrets(record) == {
-        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://(redacted)@bucket/x", "day": "2026-01-01"},
-        "launch": {
-            "environment": {"HF_TOKEN": "(redacted)", "DB_PASSWD": "(redacted)", "TOKENIZERS_PARALLELISM": "false"}
-        },
-        "hub": [{"api_key": "(redacted)", "token": None}],
-        "command": ["shardwise", "train", "hub.token=(redacted)", "--password", "(redacted)"],
-        "loss": 2.5,
     }

@@ -1,7 +1,5 @@
 """Boxes: intersections, and runs of a flat tensor as the fewest boxes."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

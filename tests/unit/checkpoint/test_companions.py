@@ -132,8 +132,6 @@ def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(weights: Path) -> No
 
 
 MIXED = "It's 1234567 o'clock,  two  spaces\n\n\tand DON'T 99 über-naïve 修道士!!! "
-
-
 QWEN2: dict[str, Any] = {
     "family": "qwen2", "vocab_size": 305, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 64,
@@ -155,7 +153,7 @@ def test_a_tokenizer_that_transformers_splits_otherwise_is_named(split: Path) ->
     assert find_checkpoint_companions(run, None, split).notes == ()
 
 
-def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
+def test_fault_09_keys_and_special_tokens_are_the_models(tmp_path: Path) -> None:
     ids = Companions({"pad_token_id": 7, "sep_token_id": 5, "eos_token_id": [2, 3]})
     bert = json.loads(model_files(load_config("bert-tiny").model, torch.float32, None, ids)["config.json"])
     assert (bert["pad_token_id"], bert["sep_token_id"]) == (0, 5)
@@ -163,6 +161,16 @@ def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
     assert json.loads(model_files(own, torch.float32, None, ids)["config.json"]).keys() == {
         *own.model_dump(), "torch_dtype", "bos_token_id", "eos_token_id",
     }  # fmt: skip
+    # Without them transformers would end a text at Llama 2's `</s>`, id 2: in most vocabularies a letter.
+    own = tokenizer(tmp_path / "own")
+    beginning = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<|turn|>", "lstrip": False}}
+    (own / "tokenizer_config.json").write_text(json.dumps(beginning))
+    files = model_files(load_config("llama2-tiny").model, torch.float32, own)
+    assert files.keys() == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes(files[name])
+    for found in (AutoConfig.from_pretrained(tmp_path), GenerationConfig.from_pretrained(tmp_path)):
+        assert (found.eos_token_id, found.bos_token_id) == (END, TURN)
 
 
 def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights: Path) -> None:
@@ -184,16 +192,3 @@ def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights:
     allowed, ignored = (*BESIDE_WEIGHTS, "model-*.safetensors"), hub._IN_FOLDERS
     there = [*templates, "tokenizer/x", "original/tokenizer.json", "LICENSES/x", "added/model-1.safetensors"]
     assert [*filter_repo_objects(there, allow_patterns=[*allowed], ignore_patterns=[ignored])] == [*templates]
-
-
-def test_special_tokens_of_the_tokenizer_are_the_models(tmp_path: Path) -> None:
-    """Without them transformers would end a text at Llama 2's `</s>`, id 2: in most vocabularies a letter."""
-    own = tokenizer(tmp_path / "own")
-    beginning = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<|turn|>", "lstrip": False}}
-    (own / "tokenizer_config.json").write_text(json.dumps(beginning))
-    files = model_files(load_config("llama2-tiny").model, torch.float32, own)
-    assert files.keys() == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    for name in ("config.json", "generation_config.json"):
-        (tmp_path / name).write_bytes(files[name])
-    for found in (AutoConfig.from_pretrained(tmp_path), GenerationConfig.from_pretrained(tmp_path)):
-        assert (found.eos_token_id, found.bos_token_id) == (END, TURN)

@@ -45,19 +45,6 @@ def test_bytes_in_order(limit: int | None) -> None:
     assert carried(buffer, tensors) == wanted, "second save, in blocks used before"
 
 
-def test_memory_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated, empty = [], torch.empty
-
-    def counting(size: int, **options: object) -> torch.Tensor:
-        allocated.append(size)
-        return empty(size, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(torch, "empty", counting)
-    buffer = HostBuffer(CPU, 64 * 1024)
-    assert len(carried(buffer, [torch.ones(1_000_000)])) == 4_000_000
-    assert 0 < sum(allocated) <= 64 * 1024, f"{sum(allocated)} bytes of host memory, 65,536 were allowed"
-
-
 def test_a_given_up_save_reaches_the_writer() -> None:
     buffer = HostBuffer(CPU)
     buffer.put(torch.ones(10))
@@ -67,17 +54,20 @@ def test_a_given_up_save_reaches_the_writer() -> None:
     assert carried(buffer, [torch.ones(2)]) == torch.ones(2).numpy().tobytes(), "the next save is whole again"
 
 
-def test_pinned_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is lost to other programs as long as the run lasts; what is beyond goes to memory that is not pinned."""
-    pinned, empty = [], torch.empty
+def test_memory_stays_within_the_limit_and_what_is_pinned_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory is lost to other programs as long as the run lasts; beyond the bound other memory is used."""
+    allocated, pinned, empty = list[int](), list[bool](), torch.empty
 
-    def counting(size: int, *, pin_memory: bool, **options: object) -> torch.Tensor:
+    def counting(size: int, *, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        allocated.append(size)
         pinned.append(pin_memory)
         return empty(size, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch, "empty", counting)
+    assert len(carried(HostBuffer(CPU, 64 * 1024), [torch.ones(1_000_000)])) == 4_000_000
+    assert 0 < sum(allocated) <= 64 * 1024, f"{sum(allocated)} bytes of host memory, 65,536 were allowed"
+    pinned.clear()
     monkeypatch.setattr(host_buffer, "PINNED_BYTES", 3 * host_buffer.BLOCK_BYTES)
     monkeypatch.setattr(host_buffer.devices, "side_stream", lambda device: None)
-    buffer = HostBuffer(torch.device("cuda"))
-    buffer.put(torch.zeros(5 * host_buffer.BLOCK_BYTES // 4))
+    HostBuffer(torch.device("cuda")).put(torch.zeros(5 * host_buffer.BLOCK_BYTES // 4))
     assert pinned == [True] * 3 + [False] * 2

@@ -128,14 +128,11 @@ def test_spellings_of_the_hub(found: str, tmp_path: Path) -> None:
     assert_equal(load(tmp_path), weights)
 
 
-def test_another_dtype_is_cast(tmp_path: Path) -> None:
+def test_weights_of_another_dtype_and_in_shards(tmp_path: Path) -> None:
     save("neox", tmp_path)
     rewrite(tmp_path, lambda weights: {name: tensor.to(torch.float16) for name, tensor in weights.items()})
     weights = {name: tensor.float() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert_equal(load(tmp_path), weights)
-
-
-def test_shards_with_an_index(tmp_path: Path) -> None:
     model = save("gpt", tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
@@ -187,7 +184,7 @@ def test_copies_of_a_tied_weight_that_differ_are_refused(case: str, copy: str, s
     ]
 
 
-def test_every_field_of_the_config_that_disagrees(tmp_path: Path) -> None:
+def test_fields_of_the_config_that_disagree(tmp_path: Path) -> None:
     save("neox", tmp_path)
     rewrite_config(tmp_path, use_parallel_residual=False, layer_norm_eps=1e-6, hidden_act="relu")
     found = problems(tmp_path, use_parallel_residual=True, layer_norm_eps=1e-5, hidden_act="gelu")
@@ -197,9 +194,6 @@ def test_every_field_of_the_config_that_disagrees(tmp_path: Path) -> None:
         "model.use_parallel_residual (True) must be that of FOLDER/config.json (False); "
         "model.config=FOLDER takes the folder's model, without these keys beside it",
     ]
-
-
-def test_what_weights_do_not_mean_may_differ(tmp_path: Path) -> None:
     save("gpt", tmp_path)
     free = {"resid_pdrop": 0.0, "embd_pdrop": 0.3, "attn_pdrop": 0.2, "ffn_dropout": 0.1, "initializer_range": 0.1}
     assert_equal(load(tmp_path, **free, activation_function="gelu_pytorch_tanh"), load(tmp_path))
@@ -235,7 +229,7 @@ def test_fault_07_a_stated_change_of_positions_keeps_the_weights_and_is_said(cha
     assert model_differences(checked_model_section(unstated, "a recipe"), Root.of(tmp_path)).changes == ()
 
 
-def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
+def test_fault_07_a_default_and_a_named_file_state_no_positions(tmp_path: Path) -> None:
     save("llama", tmp_path)
     rewrite_config(tmp_path, rope_parameters={**DYNAMIC, "rope_theta": 5e5})
     keys = {"rope_theta", "rope_scaling", "max_position_embeddings"}
@@ -248,15 +242,7 @@ def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
         f"model.rope_scaling (None) must be that of FOLDER/config.json ({DYNAMIC}); "
         "model.config=FOLDER takes the folder's model, without these keys beside it",
     ]
-
-
-def of_file(folder: Path, *overrides: str) -> Any:
-    """The model of a recipe that takes it from the file in a folder, beside weights."""
-    return load_config("llama2-tiny", [f"model.config={folder}", f"checkpoint.load={folder}", *overrides]).model
-
-
-def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: Path) -> None:
-    """Else the base model's file would undo, with a line, how the positions of the loaded weights were extended."""
+    # Else the base model's file would undo, with a line, how the positions of the loaded weights were extended.
     for name, theta in (("base", 1e4), ("run", 5e6)):
         save("llama", tmp_path / name)
         rewrite_config(tmp_path / name, rope_parameters={"rope_type": "default", "rope_theta": theta})
@@ -268,6 +254,11 @@ def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: 
     recipe = {"model": {"config": str(tmp_path / "base"), "rope_theta": 3e4}, "train": TRAIN, "optimizer": {"lr": 1e-3}}
     (change,) = model_differences(load_config_with_values(recipe, {}).model, run).changes
     assert change.startswith("model.rope_theta (30000.0) replaces that of ")
+
+
+def of_file(folder: Path, *overrides: str) -> Any:
+    """The model of a recipe that takes it from the file in a folder, beside weights."""
+    return load_config("llama2-tiny", [f"model.config={folder}", f"checkpoint.load={folder}", *overrides]).model
 
 
 def test_damaged_and_pickled_files_are_one_sentence(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Which rows of which pieces are read for whom, and what a store that gives no answer means."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import random
@@ -34,9 +32,7 @@ def turned(boxes: list[Box]) -> list[Box]:
 
 @pytest.mark.parametrize("shape", [(), (1,), (37,), (9, 7), (5, 6, 4)])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_piece_meets_what_is_wanted_of_it(
-    shape: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_piece_meets_what_is_wanted(shape: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)
     pieces = cut(shape, 8, chance)
     turned_parts = turned(pieces[:2] if len(shape) < 2 else [])

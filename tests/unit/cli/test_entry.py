@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__
+from shardwise.base.parsing import parse_yaml
 from shardwise.base.terminal import fit_to_terminal
 from shardwise.cli import main
 from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.first_failure import read_first_failure
 from tests.command_line import CommandLine
+from tests.monitor_runs import Start, write_run
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -192,3 +195,31 @@ def test_a_command_starts_with_little(arguments: str, at: Path) -> None:
     most = MOST_CALLS[arguments] + (OF_NEWER_PYTHONS if sys.version_info >= (3, 14) else 0)
     assert calls <= most, f"{calls:,} calls of functions"
     assert not packages & set(SLOW), "what takes long is imported"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan llama2-tiny --device h100:2",
+        "train llama2-7b --dry-run --nproc 128",
+        "top --once runs/run",
+        "report runs/run runs/other",
+    ],
+)
+def test_what_a_command_prints_fits(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+) -> None:
+    """With the words that a file gets; a dry run stays YAML."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("run", "other"):
+        write_run(Path("runs", name), [Start(0, 24)], experts=True)
+    whole = cli(*line.split()).out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = cli(*line.split()).out
+    assert max(map(len, shown.splitlines())) <= 80
+    if "--dry-run" in line:
+        # The host's free memory differs from moment to moment.
+        first, second = (re.sub(r"#|[\d.]+", "", text).split() for text in (shown, whole))
+        assert first == second
+        assert parse_yaml(shown, "shown") == parse_yaml(whole, "whole")

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import pytest
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, LaunchError
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import check_layout, config_from_sections, load_config, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import checkpoint_bytes, expected_memory
-from shardwise.launch.local import LaunchError
 from shardwise.launch.stop_requests import request, requested
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import RunDirectory, RunLock

@@ -1,7 +1,5 @@
 """The section `evaluation`: sets by a path or by keys of the section `data`."""
 
-import pytest
-
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import config_from_sections, load_config
 from tests.unit.config.refusals import layout_of, problem
@@ -23,24 +21,3 @@ def test_a_set_is_a_path_or_keys_of_data() -> None:
     assert problem("evaluation.sets.a=x", world=1).startswith("evaluation.sets (a) need train.eval_every")
     told = "evaluation.tasks must be left out with model.family bert"
     assert problem("evaluation.tasks=[x]", recipe="bert-tiny", world=1).startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["evaluation.sets.a.pth=x"], "evaluation.sets.a.pth: unknown key; did you mean evaluation.sets.a.path?"),
-        (["evaluation.sets={1a: x}"], "the name of evaluation.sets.1a must be made of letters"),
-        (
-            ["evaluation.sets.a={path: data.path, tokenizer: x}"],
-            "evaluation.sets.a.tokenizer (x) must be left out: data.tokenizer reads every set",
-        ),
-        (
-            ["evaluation.sets.a={path: data.path/x, format: text, split: test}"],
-            "evaluation.sets.a.split ('test') must be weights such as 95,5 with evaluation.sets.a.path (data.path/x)",
-        ),
-        (["evaluation.tasks_every=5"], "evaluation.tasks_every (5) needs evaluation.tasks"),
-        (["evaluation.limit=0", "evaluation.tasks=[x]"], "evaluation.limit (0) must be greater than 0"),
-    ],
-)
-def test_what_a_set_cannot_be(overrides: list[str], told: str) -> None:
-    assert problem(EVERY, *overrides).startswith(told)

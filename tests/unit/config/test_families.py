@@ -7,15 +7,14 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import Config, ModelConfig, UserModelConfig, check_layout, config_from_sections
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 OWN = {"family": "my.package:Model", "vocab_size": 512}
 
 
@@ -40,7 +39,7 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
     return caught.value.problems
 
 
-def test_every_nth_block_without_rotary_positions_or_a_window() -> None:
+def test_positions_windows_and_other_names_of_keys() -> None:
     every_fourth = model_of("smollm3", num_hidden_layers=6)
     assert [every_fourth.rotates(layer) for layer in range(6)] == [True, True, True, False, True, True]
     assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1, 0, 1]) == every_fourth
@@ -52,9 +51,6 @@ def test_every_nth_block_without_rotary_positions_or_a_window() -> None:
     ):
         model = model_of("qwen2", num_hidden_layers=4, **changes)
         assert [model.window(layer) for layer in range(4)] == windows
-
-
-def test_other_names_of_keys_and_what_is_derived() -> None:
     names = {"n_embd": 64, "n_inner": 256, "n_layer": 2, "n_head": 4, "n_positions": 64, "hidden_act": "gelu"}
     model = config_of({"family": "gpt", "vocab_size": 512, **names, "layer_norm_eps": 1e-4}).model
     assert model == model_of("gpt", activation_function="gelu", layer_norm_epsilon=1e-4)
@@ -69,19 +65,7 @@ def test_other_names_of_keys_and_what_is_derived() -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes", "problem"),
-    [
-        ("gpt", {"hidden_size": 66}, "model.hidden_size (66) must be a multiple of model.num_attention_heads (4):"),
-        ("gpt_neox", {"rotary_pct": 0.2}, "model.rotary_pct (0.2) × head width (16) = 3 must be even and at least 2"),
-        ("gpt_neox", {"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "model.rope_scaling.factor"),
-        ("gpt", {"activation_function": "silu"}, "model.activation_function ('silu') must be gelu, gelu_new,"),
-        ("llama", {"attention_dropout": -0.1}, "model.attention_dropout (-0.1) must be at least 0"),
-        ("mistral", {"attention_bias": True}, "model.attention_bias: unknown key; "),
-        ("qwen3", {"head_dim": 15}, "model.head_dim (15) must be even: rotary embeddings turn pairs"),
-        ("smollm3", {"no_rope_layers": [1]}, "model.no_rope_layers ([1]) must have 0 or 1 for each of the 2 blocks"),
-        ("qwen3", {"sliding_window": 3, "layer_types": ["full_attention"]}, "model.layer_types (1 entries) must"),
-        ("bert", {"tie_word_embeddings": False}, "model.tie_word_embeddings (False) must be true"),
-        ("bert", {"type_vocab_size": 1}, "model.type_vocab_size (1) must be at least 2"),
-    ],
+    ROWS["refused"],
 )
 def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: str) -> None:
     found = problems({"family": family, **SIZES, **changes})
@@ -100,17 +84,7 @@ def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
-    [
-        ({"family": "my-package:Model"}, "model.family ('my-package:Model') must read package.module:Class"),
-        (
-            {"max_position_embeddings": 32},
-            "train.sequence_length (64) must be at most model.max_position_embeddings (32)",
-        ),
-        (
-            {"num_attention_heads": 3},
-            "parallel.tensor (2) must divide model.num_attention_heads (3): valid degrees are 1",
-        ),
-    ],
+    ROWS["own"],
 )
 def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: str) -> None:
     found = problems({**OWN, **changes}, world=2, parallel={"tensor": 2})
@@ -118,7 +92,7 @@ def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: 
     assert found[0].startswith(problem)
 
 
-def test_masking_belongs_to_bert() -> None:
+def test_masking_belongs_to_bert_and_what_a_configuration_lacks_is_named() -> None:
     masking = {"max_predictions": 20, "masked_fraction": 0.2}
     assert check_layout(config_of({"family": "bert", **SIZES}, data=masking), 1)
     found = problems({"family": "gpt", **SIZES}, data=masking)
@@ -126,9 +100,6 @@ def test_masking_belongs_to_bert() -> None:
     assert problems({"family": "bert", **SIZES}, data={"max_predictions": 65}) == [
         "data.max_predictions (65) must be at most train.sequence_length (64)"
     ]
-
-
-def test_what_a_configuration_lacks_is_named() -> None:
     assert problems(SIZES) == [
         "model.family is missing (the architecture: llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3, gemma3, "
         "olmoe, qwen3_moe, mixtral, glm4_moe, gpt, gpt_neox or bert, or package.module:Class for your own)"

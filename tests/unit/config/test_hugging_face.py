@@ -9,55 +9,14 @@ import transformers
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, config_from_sections, load_config
-from shardwise.config.hugging_face import (
-    _families_by_model_type,
-    from_hugging_face,
-    read_hugging_face,
-    to_hugging_face,
-)
-from tests.unit.config.hub import (
-    FILES,
-    GPT2,
-    LLAMA2_7B,
-    MISTRAL_7B,
-    PYTHIA_6_9B,
-    QWEN2_5_7B,
-    SMOLLM3_3B,
-)
+from shardwise.config.hugging_face import _families_by_model_type, from_hugging_face, read_hugging_face, to_hugging_face
+from tests.rows import rows_of
+from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, MISTRAL_7B, QWEN2_5_7B, SMOLLM3_3B
+
+ROWS = rows_of(__file__)
 
 REST = {"train": {"steps": 1, "global_batch": 1, "sequence_length": 8}, "optimizer": {"lr": 1e-3}}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
-# Fields of the hub's files that transformers keeps and that say nothing of the model.
-UNREAD = {
-    "llama": set(),
-    "mistral": set(),
-    "qwen2": {"use_mrope"},
-    "qwen3": {"max_window_layers"},
-    "olmo2": {"pad_token_id", "use_cache"},
-    "olmo3": {"pad_token_id", "use_cache"},
-    "gemma3": {"cache_implementation", "pad_token_id", "sliding_window_pattern"},
-    "smollm3": {"max_window_layers", "pad_token_id", "pretraining_tp", "use_cache"},
-    "gpt": {"n_ctx", "output_past", "task_specific_params"},
-    "gpt_neox": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
-    "bert": {"gradient_checkpointing", "position_embedding_type"},
-    "olmoe": {"pad_token_id", "router_aux_loss_coef", "use_cache"},
-    "qwen3_moe": {"max_window_layers", "router_aux_loss_coef"},
-    "mixtral": {"router_aux_loss_coef"},
-    # transformers names a block in the file that its model leaves out, as ours does.
-    "glm4_moe": {"num_nextn_predict_layers", "pad_token_id"},
-}
-ROPE_SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "original_max_position_embeddings": 512},
-    {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
-]  # fmt: skip
-
-
 KINDS = listing(_families_by_model_type(), "or")
 
 
@@ -89,65 +48,12 @@ def meaning(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in outside}
 
 
-GROUPED = SMALL | {"num_key_value_heads": 2}
-UNPADDED = {"pad_token_id": None}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, tied, biased, grouped": ("Llama", GROUPED | {
-        "intermediate_size": 96, "head_dim": 32, "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.2,
-        "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "initializer_range": 0.01,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    }),
-    "qwen2, with windows": ("Qwen2", GROUPED | {
-        "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
-    }),
-    "qwen3, with windows": ("Qwen3", GROUPED | {
-        "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
-    "olmo3, scaled": ("Olmo3", GROUPED | UNPADDED | {
-        "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"],
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "yarn", "factor": 4.0, "rope_theta": 7e4, "original_max_position_embeddings": 8,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 7e4},
-        },
-    }),
-    "gemma3": ("Gemma3Text", UNPADDED),
-    "gemma3, old fields": ("Gemma3Text", GROUPED | UNPADDED | {
-        "num_hidden_layers": 4, "head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 10, "rope_theta": 5e5,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        "rope_local_base_freq": 7e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }),
-    "smollm3, untied, biased": ("SmolLM3", SMALL | UNPADDED | {
-        "num_hidden_layers": 3, "no_rope_layers": [0, 1, 1], "attention_bias": True, "mlp_bias": True,
-        "tie_word_embeddings": False,
-    }),
-    "gpt2": ("GPT2", {}),
-    "gpt2, own width, untied": ("GPT2", SMALL | {
-        "n_inner": 100, "n_positions": 77, "activation_function": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-6,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.2, "attn_pdrop": 0.3, "tie_word_embeddings": False,
-    }),
-    "gpt_neox, serial, without attention biases": ("GPTNeoX", SMALL | {
-        "intermediate_size": 200, "hidden_act": "gelu_fast", "use_parallel_residual": False, "attention_bias": False,
-        "hidden_dropout": 0.1, "attention_dropout": 0.2, "ffn_dropout": 0.3, "layer_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
-    }),
-    "bert, other dropout": ("Bert", SMALL | {
-        "intermediate_size": 100, "hidden_act": "relu", "hidden_dropout_prob": 0.0, "type_vocab_size": 3,
-        "attention_probs_dropout_prob": 0.3, "layer_norm_eps": 1e-6, "pad_token_id": 5, "max_position_embeddings": 99,
-    }),
-}  # fmt: skip
-"""Classes of transformers, and what differs from their defaults."""
-
-
 def theirs(name: str) -> Any:
-    kind, keys = CONFIGS[name]
+    kind, keys = ROWS["configs"][name]
     return getattr(transformers, f"{kind}Config")(**keys)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ROWS["configs"])
 def test_round_trip_through_transformers(name: str, tmp_path: Path) -> None:
     config = theirs(name)
     model = model_of(config.to_dict())
@@ -163,7 +69,7 @@ def test_round_trip_through_transformers(name: str, tmp_path: Path) -> None:
     assert read_hugging_face(tmp_path) == read_hugging_face(tmp_path / "config.json")
 
 
-def test_what_other_programs_read_is_written_where_it_is_true() -> None:
+def test_two_ways_to_say_the_same_and_what_other_programs_read() -> None:
     assert to_hugging_face(model_of(theirs("gpt2").to_dict()))["n_ctx"] == 1024
     gemma = without(theirs("gemma3").to_dict(), "sliding_window_pattern", "_sliding_window_pattern")
     sliding, full = "sliding_attention", "full_attention"
@@ -185,43 +91,6 @@ def test_what_other_programs_read_is_written_where_it_is_true() -> None:
     assert to_hugging_face(model_of(MISTRAL_7B))["sliding_window"] is None
     assert "head_dim" not in to_hugging_face(model_of(QWEN2_5_7B))
     assert to_hugging_face(model_of({**QWEN2_5_7B, "head_dim": 64}))["head_dim"] == 64
-
-
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "GPT2", "Bert"])
-def test_an_absent_field_has_hugging_faces_default(name: str) -> None:
-    config_class = getattr(transformers, f"{name}Config")
-    model = model_of({"model_type": config_class.model_type})
-    assert model == model_of(config_class().to_dict())
-    if name == "Llama":
-        assert (model.norm_eps, load_config("llama2-tiny").model.norm_eps) == (1e-6, 1e-5), "it is not ours"
-
-
-@pytest.mark.parametrize("values", FILES.values(), ids=FILES)
-def test_files_of_the_hub(values: dict[str, Any], tmp_path: Path) -> None:
-    model = model_of(values)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(values))
-    expected = meaning(transformers.AutoConfig.from_pretrained(tmp_path / "theirs"))
-    unread = UNREAD[model.family]
-    assert without(meaning(reread(model, tmp_path)), *unread) == without(expected, *unread)
-
-
-@pytest.mark.parametrize(
-    ("name", "needed"),
-    [
-        ("Qwen3-30B-A3B", {"rope_theta": 1000000.0, "num_experts": 128, "num_local_experts": 128}),
-        ("Mixtral-8x7B-v0.1", {"rope_theta": 1000000.0, "num_local_experts": 8}),
-        ("GLM-4.5-Air", {"rope_theta": 1000000, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0}),
-    ],
-)
-def test_a_sparse_family_writes_what_other_programs_need(name: str, needed: dict[str, Any]) -> None:
-    """mlx-lm 0.32 reads the rotary fields at the top alone, and llama.cpp makes a block of each predicted token."""
-    written = to_hugging_face(model_of(FILES[name]))
-    assert {key: written[key] for key in needed} == needed
-    assert model_of(written) == model_of(FILES[name])
-
-
-def test_two_ways_to_say_the_same() -> None:
     neuronx = {"sequence_parallel_enabled": False, "selective_checkpoint_enabled": True, "move_model_to_device": True}
     bert, blocks = {"model_type": "bert"}, without(SMOLLM3_3B, "no_rope_layers")
     for values, same in (
@@ -241,7 +110,41 @@ def test_two_ways_to_say_the_same() -> None:
     assert model_of({"model_type": "smollm3", "num_key_value_heads": None}).num_key_value_heads == 16
 
 
-@pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "GPT2", "Bert"])
+def test_an_absent_field_has_hugging_faces_default(name: str) -> None:
+    config_class = getattr(transformers, f"{name}Config")
+    model = model_of({"model_type": config_class.model_type})
+    assert model == model_of(config_class().to_dict())
+    if name == "Llama":
+        assert (model.norm_eps, load_config("llama2-tiny").model.norm_eps) == (1e-6, 1e-5), "it is not ours"
+
+
+@pytest.mark.parametrize("values", FILES.values(), ids=FILES)
+def test_files_of_the_hub(values: dict[str, Any], tmp_path: Path) -> None:
+    model = model_of(values)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(values))
+    expected = meaning(transformers.AutoConfig.from_pretrained(tmp_path / "theirs"))
+    unread = ROWS["unread"][model.family]
+    assert without(meaning(reread(model, tmp_path)), *unread) == without(expected, *unread)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("Qwen3-30B-A3B", {"rope_theta": 1000000.0, "num_experts": 128, "num_local_experts": 128}),
+        ("Mixtral-8x7B-v0.1", {"rope_theta": 1000000.0, "num_local_experts": 8}),
+        ("GLM-4.5-Air", {"rope_theta": 1000000, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0}),
+    ],
+)
+def test_a_sparse_family_writes_what_other_programs_need(name: str, needed: dict[str, Any]) -> None:
+    """mlx-lm 0.32 reads the rotary fields at the top alone, and llama.cpp makes a block of each predicted token."""
+    written = to_hugging_face(model_of(FILES[name]))
+    assert {key: written[key] for key in needed} == needed
+    assert model_of(written) == model_of(FILES[name])
+
+
+@pytest.mark.parametrize("scaling", ROWS["rope_scalings"], ids=lambda scaling: scaling["rope_type"])
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
 def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     theta, sizes = 20000.0, {"model_type": kind, "max_position_embeddings": 1024, **SMALL}
@@ -258,7 +161,7 @@ def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_pa
     assert read.rope_parameters == {**scaling, "rope_theta": theta, **part}
 
 
-def test_every_unsupported_field_is_told() -> None:
+def test_unsupported_fields_and_files_that_are_no_configuration(tmp_path: Path) -> None:
     unsupported = {
         "scale_attn_by_inverse_layer_idx": True,
         "activation_function": "quick_gelu",
@@ -277,37 +180,24 @@ def test_every_unsupported_field_is_told() -> None:
     for name in ("rope_scaling", "rope_parameters"):  # fault 10: one error, and not another for what it lacks
         told = [f'{name} ("linear") must be an object']
         assert problems({**LLAMA2_7B, "rope_theta": 5e5, name: "linear"}) == told
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "cut.json").write_text('{"model_type": ')
+    (tmp_path / "list.json").write_text("[]")
+    for path, told in (
+        (tmp_path, r"the folder .* holds no config\.json"),
+        (tmp_path / "none", r"there is no file or folder .*none"),
+        (tmp_path / "binary.json", r"binary\.json cannot be read"),
+        (tmp_path / "cut.json", r"cut\.json is not JSON: Expecting value \(line 1, column 16\)"),
+        (tmp_path / "list.json", r"list\.json must hold a JSON object"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            read_hugging_face(path)
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"model_type": "gpt_oss"}, 'model_type ("gpt_oss") is not supported: shardwise lacks its attention sinks'),
-        (
-            {"model_type": "gemma3_text", "pad_token_id": None, "final_logit_softcapping": 30.0},
-            "final_logit_softcapping",
-        ),
-        ({"model_type": "gemma"}, f'model_type ("gemma") must be {KINDS}'),
-        ({"hidden_size": 8}, f"model_type is missing: it must be {KINDS}"),
-        ({**LLAMA2_7B, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval (0) must be a positive"),
-        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv (8.0) is not supported: only null"),
-        ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
-        ({**LLAMA2_7B, "auto_map": {"AutoModel": "x"}}, 'auto_map ({"AutoModel": "x"}) is no field that shardwise'),
-        ({**LLAMA2_7B, "hidden_act": "relu"}, 'hidden_act ("relu") is not supported: only "silu"'),
-        ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings (false) is not supported: only"),
-        ({"model_type": "bert", "pad_token_id": None}, "pad_token_id (null) is not supported: only an id"),
-        ({**PYTHIA_6_9B, "rope_theta": 5000}, "rope_theta (5000) must be 10000, which Hugging Face reads from"),
-        (
-            {**PYTHIA_6_9B, "long": "x" * 100, "my note": 1},
-            f'long ("{"x" * 76}…) and my note (1) are no fields that shardwise knows: if they change nothing that the '
-            "model computes, set 'model.ignore=[long,\"my note\"]'",
-        ),
-    ],
-)
-def test_what_is_not_supported(values: dict[str, Any], problem: str) -> None:
-    (found,) = problems(values)
-    assert found.startswith(problem)
+@pytest.mark.parametrize(("base", "fields", "problem"), ROWS["not_supported"])
+def test_what_is_not_supported(base: str | None, fields: dict[str, Any], problem: str) -> None:
+    (found,) = problems(FILES.get(base or "", {}) | fields)
+    assert found.startswith(problem.replace("KINDS", KINDS))
 
 
 def means_nothing(kind: str, fields: dict[str, Any]) -> bool:
@@ -366,24 +256,6 @@ def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_pa
 def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):
         from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
-
-
-def test_files_that_are_no_configuration_or_not_there(tmp_path: Path) -> None:
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "cut.json").write_text('{"model_type": ')
-    (tmp_path / "list.json").write_text("[]")
-    for path, told in (
-        (tmp_path, r"the folder .* holds no config\.json"),
-        (tmp_path / "none", r"there is no file or folder .*none"),
-        (tmp_path / "binary.json", r"binary\.json cannot be read"),
-        (tmp_path / "cut.json", r"cut\.json is not JSON: Expecting value \(line 1, column 16\)"),
-        (tmp_path / "list.json", r"list\.json must hold a JSON object"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            read_hugging_face(path)
-
-
-# ---- fields that a family does not read
 
 
 @pytest.mark.parametrize(

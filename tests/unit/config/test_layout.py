@@ -22,38 +22,30 @@ def test_what_fits(world: int, overrides: list[str], data: int, accumulation: in
     assert layout.pipeline == 1
 
 
-def test_what_an_absent_axis_does_not_check() -> None:
+def test_absent_axes_heads_and_places_of_ranks() -> None:
     """Sequence parallelism has no effect without tensor parallelism; scaled positions allow longer sequences."""
     assert layout_of(["parallel.sequence=true", "train.sequence_length=63"], world=1).sequence_parallel is False
     overrides = ["train.sequence_length=128", "model.rope_scaling={rope_type: linear, factor: 2}"]
     assert layout_of(overrides, world=1).world == 1
+    sizes = ("num_attention_heads=12", "head_dim=8", "intermediate_size=192", "hidden_size=96")
 
+    def keys(kv_heads: int, tensor: int) -> list[str]:
+        return [*(f"model.{size}" for size in (*sizes, f"num_key_value_heads={kv_heads}")), f"parallel.tensor={tensor}"]
 
-@pytest.mark.parametrize(
-    ("world", "overrides", "told"),
-    [
-        (3, ["parallel.tensor=2"], "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"),
-        (8, [], "train.global_batch (8) must be a multiple of train.micro_batch × data-parallel degree (2 × 8 = 16)"),
-        (2, ["parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=63"], "parallel.tensor (2) must"),
-        (1, ["train.sequence_length=65"], "train.sequence_length (65) must be at most model.max_position_embeddings"),
-        (1, ["train.skip_batches=3"], "train.skip_batches (3) must be 0 with checkpoint.resume (auto): it would"),
-        (
-            4,
-            ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=60"],
-            "train.sequence_length",
-        ),
-        (4, ["parallel.context=2", "parallel.replicate=3"], "parallel.replicate (3) must divide the data-parallel"),
-        (1, ["checkpoint.resume=20"], "checkpoint.resume (20) must be less than train.steps (20): name an earlier"),
-        (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most 20, as train.steps is 20"),
-        (1, ["log.tags=[a, team/b=c/d, b/]"], "log.tags ('b/') must have 1 to 64 characters: letters, digits, and _"),
-        (2, ["log.profile=1:2", "log.profile_ranks=[0, 2, 5]"], "log.profile_ranks (2 and 5) must be below the"),
-        (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
-        (2, ["precision.matmul=fp8", "parallel.tensor=2"], "the part of model.intermediate_size that each of 2"),
-        (2, ["parallel.context=2", "parallel.context_keys=ring", "compile.enabled=true"], "parallel.context_keys"),
-    ],
-)
-def test_what_does_not_fit(world: int, overrides: list[str], told: str) -> None:
-    assert problem(*overrides, world=world).startswith(told)
+    assert [layout_of(keys(*degrees), world=degrees[1]).tensor for degrees in ((2, 4), (4, 2))] == [4, 2]
+    assert "divide or be a multiple of model.num_key_value_heads (6)" in problem(*keys(6, 4), world=4)
+    # As `Mesh` orders them: pipeline, data, tensor.
+    layout = Layout(16, tensor=2, pipeline=2)
+    assert layout.data == 4
+    assert [layout.ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
+    assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
+    assert [layout.coordinates(rank) for rank in (0, 1, 2, 15)] == [
+        {"pp": 0, "dp": 0, "tp": 0},
+        {"pp": 0, "dp": 0, "tp": 1},
+        {"pp": 0, "dp": 1, "tp": 0},
+        {"pp": 1, "dp": 3, "tp": 1},
+    ]
+    assert Layout(8, tensor=2, context=2).coordinates(6) == {"pp": 0, "dp": 1, "cp": 1, "tp": 0}
 
 
 @pytest.mark.parametrize(
@@ -70,18 +62,6 @@ def test_what_no_trained_tokenizer_can_do_needs_one_or_weights(keys: list[str]) 
         assert layout_of([*keys, given], world=1)
 
 
-@pytest.mark.parametrize(("kv_heads", "tensor", "fits"), [(2, 4, True), (4, 2, True), (6, 4, False)])
-def test_key_value_heads_are_cut_or_replicated(kv_heads: int, tensor: int, fits: bool) -> None:
-    sizes = ["num_attention_heads=12", "head_dim=8", "intermediate_size=192", "hidden_size=96"]
-    overrides = [f"model.{size}" for size in (*sizes, f"num_key_value_heads={kv_heads}")]
-    config = load_config("llama2-tiny", [*overrides, f"parallel.tensor={tensor}"])
-    if fits:
-        assert check_layout(config, tensor).tensor == tensor
-        return
-    with pytest.raises(ConfigError, match=r"divide or be a multiple of model.num_key_value_heads \(6\)"):
-        check_layout(config, tensor)
-
-
 def test_all_misfits_are_told_at_once() -> None:
     overrides = ("parallel.sequence=true", "train.global_batch=9", "optimizer.warmup_steps=99")
     found = problems("parallel.tensor=3", *overrides, world=6)
@@ -93,22 +73,7 @@ def test_all_misfits_are_told_at_once() -> None:
     assert problem("parallel.context=2", recipe="bert-tiny", world=2).startswith(told)
 
 
-def test_which_ranks_are_a_pipeline_rank() -> None:
-    """As `Mesh` orders them: pipeline, data, tensor."""
-    layout = Layout(16, tensor=2, pipeline=2)
-    assert layout.data == 4
-    assert [layout.ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
-    assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
-    assert [layout.coordinates(rank) for rank in (0, 1, 2, 15)] == [
-        {"pp": 0, "dp": 0, "tp": 0},
-        {"pp": 0, "dp": 0, "tp": 1},
-        {"pp": 0, "dp": 1, "tp": 0},
-        {"pp": 1, "dp": 3, "tp": 1},
-    ]
-    assert Layout(8, tensor=2, context=2).coordinates(6) == {"pp": 0, "dp": 1, "cp": 1, "tp": 0}
-
-
-def test_a_layout_checks_itself() -> None:
+def test_a_layout_checks_itself_and_is_recorded_under_the_names_of_the_format() -> None:
     for world, tensor, least in ((2, 2, 4), (6, 4, 8)):
         told = rf"number of ranks \({world}\) must be a multiple of .*\({tensor} × 2 = {least}\): nearest {least}"
         with pytest.raises(ConfigError, match=told):
@@ -118,9 +83,6 @@ def test_a_layout_checks_itself() -> None:
     assert len(caught.value.problems) == 2
     with pytest.raises(ConfigError, match="nearest 6 or 12"):
         Layout(3).accumulation(load_config("llama2-tiny").train)
-
-
-def test_a_manifest_records_a_layout_under_the_names_of_its_format() -> None:
     recorded = Layout(8, tensor=2, sequence_parallel=True, pipeline=2).recorded()
     assert recorded == {"world": 8, "tensor": 2, "sequence": True, "pipeline": 2, "virtual": 1, "data": 2}
     parts = [Layout(8, tensor=4, sequence_parallel=sequence).sequence_parts for sequence in (False, True)]

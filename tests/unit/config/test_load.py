@@ -14,13 +14,10 @@ from tests.unit.config.hub import GPT2
 from tests.unit.config.refusals import problem, problems
 
 
-def test_overrides_replace_keys_and_open_sections() -> None:
+def test_overrides_replace_keys_in_any_case() -> None:
     config = load_config("llama2-tiny", ["optimizer.lr=1e-4", "data.path=my.txt", "optimizer.max_norm=null"])
     assert (config.optimizer.lr, config.data.path, config.optimizer.max_norm) == (1e-4, "my.txt", None)
     assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
-
-
-def test_a_choice_may_have_any_case() -> None:
     overrides = ["optimizer.name=AdamW", "parallel.schedule=1F1B", "precision.mode=BFloat16", "checkpoint.resume=Auto"]
     config = load_config("llama2-tiny", [*overrides, "log.trackers=[WandB, MLflow]"])
     assert (config.optimizer.name, config.parallel.schedule) == ("adamw", "1f1b")
@@ -31,93 +28,48 @@ def test_a_choice_may_have_any_case() -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("parallel.tensr=2", "parallel.tensr: unknown key; did you mean parallel.tensor?"),
-        ("paralel.tensor=2", "paralel: unknown key; did you mean parallel?"),
-        ('parallel.sequence="False"', "parallel.sequence ('False') must be true or false; write false without quotes"),
-        ("train.steps=1e3", "train.steps (1000.0) must be a whole number; write 1000"),
-        ("model.vocab_size=9223372036854775807", "model.vocab_size (9223372036854775807) must be at most 2147483647"),
-        ("train.seed=9223372036854775808", "train.seed (9223372036854775808) must be at most 9223372036854775807"),
-        ("train.steps=0", "train.steps (0) must be greater than 0"),
-        (
-            "optimizer.name=adam",
-            "optimizer.name ('adam') must be adamw, lamb or muon, or name a class by hooks.optimizer",
-        ),
-        ("optimizer.zero=4", "optimizer.zero (4) must be 0, 1, 2 or 3"),
-        ("optimizer.betas=0.9", "optimizer.betas (0.9) must be a list, such as [0.9"),
-        ("parallel.stages=6,7,8,7", "parallel.stages ('6,7,8,7') must be a list, such as [7, 7, 7,"),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas ([0.9, 1.0]) must lie in [0, 1)"),
-        ("optimizer.min_lr=1", "optimizer.min_lr (1.0) must be at most optimizer.lr (0.001)"),
-        ("data.split=95", "data.split (95) must be text; put it in quotes"),
-        ("data.split=a,b", "data.split ('a,b') must be weights such as 95,5 with data.dataset (tiny): only a data"),
-        ("data.shuffle_buffer=5", "data.shuffle_buffer (5) must be left out without data.streaming=true"),
-        (
-            "data.config=en",
-            "data.config (en) must be left out with data.dataset (tiny): only a data set of the hub has "
-            "configurations; set data.config=null",
-        ),
-        ("data.blend=[0.7,a,0.3]", "data.blend ([0.7, 'a', 0.3]) must hold weights and prefixes in turn: [0.7, PREFI"),
-        ("launch.time=soon", "launch.time ('soon') must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00"),
-        ("launch.sbatch=qos", "launch.sbatch ('qos') must be a list of options of sbatch in full, such as"),
-        ("precision.rounding=stochastic", "precision.rounding (stochastic) rounds to bfloat16, and masters and mom"),
-        ("model.family=mamba", "model.family ('mamba') must be llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3,"),
-        ("train.steps.x=5", "train.steps.x: unknown key; steps is one value and has no keys of its own"),
-        ("steps", "the override 'steps' must read key=value, such as train.steps=100"),
         ("data.path=caf\udce9", "the override 'data.path=caf\\udce9' must be UTF-8: rename what it names"),
         ("train.global_batch=" + 5000 * "9" + " per 2 ranks", "train.global_batch ('99"),
-        ("log.price=2 USD/rack", "log.price (2 USD/rack) must be a price of a device, a chip or a node for an hour"),
-        ('model.config="a\\0b"', "model.config: the path a\\x00b must have no zero character"),
-        ("optimizer.betas=[1", "the override 'optimizer.betas=[1' is not valid YAML"),
-        ("model.hidden_size=66", "model.hidden_size (66) must be a multiple of model.num_attention_heads (4)"),
+        (
+            "model.rope_scaling={rope_type: dynamic, factor: 1" + 400 * "0" + "}",
+            "model.rope_scaling.factor (1" + 400 * "0",
+        ),
     ],
 )
-def test_one_mistake_is_one_sentence(override: str, told: str) -> None:
+def test_values_that_no_file_holds_are_refused(override: str, told: str) -> None:
+    """The rows of refusals.yaml have all others."""
     assert problem(override).startswith(told)
 
 
-def test_fault_20_variables_that_bash_does_not_take_or_sets_are_refused() -> None:
+def test_fault_20_variables_and_options_that_make_another_job_are_refused() -> None:
     for name in ("1", "ä", "A-B", '"A\\nB"', "A=B", '""'):
         assert "must be a variable's name with a text or a number" in problem(f"launch.environment={{{name}: a}}")
     assert problems("launch.environment={UID: 1, HOME: /a, BASHOPTS: a}") == [
         f"launch.environment.{name} must be left out: bash, which runs the job's script, sets it"
         for name in ("UID", "BASHOPTS")
     ]
-
-
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        ("--array=0-3", "must be without --array: a job is one training: submit each by itself"),
-        ("--job-name=a", "must be without --job-name: --run-dir sets it"),
-        ("--qos high", "must be a list of options of sbatch in full, such as [--qos=high]"),
-    ],
-)
-def test_fault_20_options_that_make_another_job_are_refused(option: str, told: str) -> None:
-    assert told in problem(f"launch.sbatch=['{option}']")
-
-
-def test_fault_20_other_options_of_sbatch_are_taken() -> None:
+    for option, told in {
+        "--array=0-3": "must be without --array: a job is one training: submit each by itself",
+        "--job-name=a": "must be without --job-name: --run-dir sets it",
+        "--qos high": "must be a list of options of sbatch in full, such as [--qos=high]",
+    }.items():
+        assert told in problem(f"launch.sbatch=['{option}']")
     options = ("--exclude=n1", "--nodelist=n[1-2]", "--mem=3G", "--time-min=3", "--no-kill", "--wait-all-nodes=1")
     assert load_config("llama2-tiny", [f"launch.sbatch=[{', '.join(map(repr, options))}]"]).launch.sbatch == options
 
 
-def test_what_cannot_be_streamed() -> None:
+def test_what_cannot_be_streamed_and_all_mistakes_at_once() -> None:
     streaming = ("data.streaming=true", "data.tokenizer=t")
     assert problem(*streaming) == "data.streaming (true) must be false with data.dataset (tiny), which is small"
     for named in ("data.path=wiki data.format=megatron", "data.path=shards data.format=hdf5", "data.blend=[1,wiki]"):
         assert problem(*streaming, *named.split()).endswith(": tokens are read as they are"), named
     config = load_config("llama2-tiny", [*streaming, "data.dataset=a/b", "data.shuffle_buffer=5"])
     assert (config.data.is_hub_dataset, config.data.shuffle_buffer) == (True, 5)
-
-
-def test_all_mistakes_are_told_at_once() -> None:
     found = problems("nonsense", "train.steps=x", "optimizer.min_lr=1", "model.num_attention_heads=four", "data.pth=a")
     names = ["data.pth:", "model.num_attention_heads", "optimizer.min_lr", "the", "train.steps"]
     assert sorted(text.split()[0] for text in found) == names
     found = problems("model.config=none", "train.steps=0", "data.pth=x")
     assert [text.split(" ")[0] for text in found] == ["model.config:", "train.steps", "data.pth:"]
-
-
-def test_missing_keys_say_what_they_are() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_sections({"model": {"family": "llama"}, "optimizer": {}})
     assert {
@@ -186,15 +138,12 @@ def test_what_is_wrong_with_a_hugging_face_file(gpt2_folder: Path, overrides: li
     assert found.startswith(told.replace("FOLDER", str(gpt2_folder)))
 
 
-def test_a_resolved_configuration_is_frozen_and_reads_back_as_itself() -> None:
+def test_a_resolved_configuration_is_frozen_reads_back_as_itself_and_every_key_describes_itself() -> None:
     overrides = ["log.sample_prompt='1e-4'", "data.path=no", "model.rope_scaling={rope_type: linear, factor: 2}"]
     config = load_config("quickstart", overrides)
     assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
     with pytest.raises(ValidationError):
         config.train.steps = 3
-
-
-def test_every_key_describes_itself() -> None:
     keys = config_fields()
     assert {"model.rotary_pct", "model.rms_norm_eps", "train.steps"} <= set(keys)
     assert [key for key, field in keys.items() if not field.description] == []

@@ -65,14 +65,11 @@ def test_what_must_stay(override: str, difference: str) -> None:
     assert fix == f"set it back{change}{rest}"
 
 
-def test_a_key_younger_than_the_run_had_its_default() -> None:
+def test_younger_keys_all_that_differs_and_batches_that_stay() -> None:
     old = resolved()
     del old["train"]["skip_batches"], old["train"]["dropout_mode"], old["checkpoint"]
     expect_no_change(old, resolved())
     assert resume_changes(old, resolved("checkpoint.every=5")) == ["checkpoint.every 0 → 5"]
-
-
-def test_all_that_differs_and_a_configuration_that_is_none_are_told() -> None:
     (problem,) = resume_problems(resolved(), resolved(recipe="gpt-tiny"))
     assert "  model.family (gpt) must be llama\n" in problem
     assert problem.count(") must be ") > 3
@@ -82,9 +79,6 @@ def test_all_that_differs_and_a_configuration_that_is_none_are_told() -> None:
     (problem,) = resume_problems({"model": {"family": "llama"}}, resolved())
     assert problem.startswith("the configuration of the run in this folder is not valid:\n  ")
     assert "model.vocab_size is missing" in problem
-
-
-def test_a_run_says_why_it_keeps_its_batch() -> None:
     rule = load_config("llama2-tiny", ["train.global_batch=4 per 1 rank"])
     began = rule.with_batch_for(2).model_dump(mode="json")
     note = "global batch: 8 is kept, as the run in this folder has it; train.global_batch=NUMBER changes it"
@@ -100,7 +94,7 @@ SECRET = "see https://me:word@host/page?key=word"
 SHOWN = "see https://(redacted)@host/page?(redacted)"
 
 
-def test_fault_23_a_recorded_configuration_holds_no_secret() -> None:
+def test_fault_23_a_recorded_configuration_holds_no_secret_and_goes_on() -> None:
     options = f"compile.options={{a: ['{SECRET}'], api_key: word}}"
     environment = f"launch.environment={{URL: '{SECRET}'}}"
     config = load_config("llama2-tiny", [f"log.sample_prompt={SECRET}", options, environment])
@@ -109,13 +103,10 @@ def test_fault_23_a_recorded_configuration_holds_no_secret() -> None:
     assert recorded["log"]["sample_prompt"] == recorded["launch"]["environment"]["URL"] == SHOWN
     assert config.log.sample_prompt == SECRET, "the run itself needs it"
     assert config_from_sections(recorded).model == config.model
-
-
-@pytest.mark.parametrize("key", ["log.sample_prompt", "data.path"])
-def test_fault_23_a_run_whose_secret_is_not_recorded_goes_on(key: str) -> None:
-    """With the same secret, or a renewed one; also where an older version recorded it."""
-    new = load_config("llama2-tiny", [f"{key}={SECRET}"])
-    renewed = load_config("llama2-tiny", [f"{key}={SECRET.replace('word', 'other')}"])
-    for stored in (new.recorded(), new.model_dump(mode="json")):
-        for config in (new, renewed):
-            expect_no_change(stored, config.recorded())
+    # With the same secret, or a renewed one; also where an older version recorded it.
+    for key in ["log.sample_prompt", "data.path"]:
+        new = load_config("llama2-tiny", [f"{key}={SECRET}"])
+        renewed = load_config("llama2-tiny", [f"{key}={SECRET.replace('word', 'other')}"])
+        for stored in (new.recorded(), new.model_dump(mode="json")):
+            for config in (new, renewed):
+                expect_no_change(stored, config.recorded())

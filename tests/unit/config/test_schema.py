@@ -65,7 +65,7 @@ def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place
         config_from_sections(values)
 
 
-def test_a_model_by_its_file_or_of_ones_own_and_other_spellings_fit() -> None:
+def test_a_model_by_its_file_or_of_ones_own_and_other_spellings_fit(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     values = parse_yaml(recipe_text("gpt2"), "")
     model = values["model"]
@@ -79,9 +79,6 @@ def test_a_model_by_its_file_or_of_ones_own_and_other_spellings_fit() -> None:
     width = model.pop("hidden_size")
     assert refused(n_embd=width, **model) == []
     assert refused(**model)
-
-
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA
     assert main(["recipes", "gpt2", "--schema"]) == 2

@@ -49,7 +49,7 @@ def test_a_rank_uses_the_accelerator_of_its_own(
 
 
 @pytest.mark.parametrize("machine", [1], indirect=True)
-def test_torchneuron_numbers_its_devices_by_local_rank(
+def test_torchneuron_numbers_devices_by_local_rank(
     machine: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = SimpleNamespace(type="neuron")
@@ -61,9 +61,7 @@ def test_torchneuron_numbers_its_devices_by_local_rank(
 
 
 @pytest.mark.parametrize(("shown", "left"), [("", ""), ("4-7", "5")])
-def test_a_rank_keeps_one_of_the_cores_that_all_are_shown(
-    shown: str, left: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_keeps_one_core_of_those_that_all_see(shown: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", shown)
     devices.choose_neuron_core(torch.device("cuda", 1))
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == left
@@ -100,9 +98,7 @@ def test_a_rank_without_an_accelerator_of_its_own_is_refused(
 
 
 @pytest.mark.parametrize("machine", [0], indirect=True)
-def test_accelerators_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
-    machine: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerators_that_torch_cannot_use(machine: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerators", lambda: ("nvidia", 8))
     with pytest.raises(ConfigError, match=r"accelerators \(8 × nvidia\), and finds none"):
         devices.local_device()

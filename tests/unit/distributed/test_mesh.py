@@ -17,7 +17,7 @@ from shardwise.distributed.mesh import Group, Mesh
 from tests.unit.layers.groups import pretend_group
 
 
-def test_one_process_is_a_mesh_of_ones() -> None:
+def test_one_process_is_a_mesh_of_ones_and_groups_split_equally() -> None:
     mesh = Mesh(device="cpu")
     assert [(group.rank, group.size, group.ranks) for group in mesh.groups] == [(0, 1, (0,))] * 5
     assert [group.name for group in mesh.groups] == ["tp", "cp", "dp", "pp", "world"]
@@ -26,6 +26,10 @@ def test_one_process_is_a_mesh_of_ones() -> None:
     assert mesh.device_mesh is None
     assert mesh.device == torch.device("cpu")
     assert repr(mesh) == "Mesh(pp=1, dp=1, tp=1, rank=0, cpu)"
+    with pytest.raises(ValueError, match=r"subgroup size \(3\) must divide the group's size \(4\)"):
+        Group.split(pretend_group(0, 4), 3)
+    alone = Group(name="tp")
+    assert alone.split(1) is alone
 
 
 @pytest.mark.parametrize("degree", [0, 1.0, True], ids=repr)
@@ -90,9 +94,7 @@ def test_a_rank_that_loses_another_one_at_the_start_says_so(at: str, monkeypatch
 
 
 @pytest.mark.parametrize(("backend", "destroyed"), [("gloo", 0), ("nccl", 1)])
-def test_only_an_accelerators_groups_are_destroyed(
-    backend: str, destroyed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_accelerators_groups_are_destroyed(backend: str, destroyed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo can abort a process whose peers close their connections at the same time."""
     calls: list[str] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(backend))
@@ -102,13 +104,6 @@ def test_only_an_accelerators_groups_are_destroyed(
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     meshes.leave()
     assert len(calls) == destroyed
-
-
-def test_a_group_splits_into_equal_runs_only() -> None:
-    with pytest.raises(ValueError, match=r"subgroup size \(3\) must divide the group's size \(4\)"):
-        Group.split(pretend_group(0, 4), 3)
-    alone = Group(name="tp")
-    assert alone.split(1) is alone
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_runs_list_the_elements_of_the_box_in_order(case: tuple[tuple[int, ...],
 
 @given(boxes(), st.integers(0, 60), st.integers(0, 60))
 @settings(deadline=None, max_examples=100)
-def test_runs_within_some_elements_are_those_that_hold_one(
+def test_runs_within_elements_are_those_that_hold_one(
     case: tuple[tuple[int, ...], Box], start: int, length: int
 ) -> None:
     shape, box = case
@@ -110,13 +110,9 @@ def test_a_gradient_that_no_layer_sums_stays_partial(grain: int | None) -> None:
     of_norm = placement.of(norm.weight)
     pieces = (placement.Piece.replicated("w", (6,), group, NORMAL, partial=True),)
     of_user = placement.of(placement.make_parameter((6,), pieces, group, seed=0))
-    assert of_norm is not None
-    assert of_user is not None
     assert (of_norm.pieces[0].partial, of_norm.is_ordered) == (grain is None, grain is not None)
     assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
 
-
-# ---- drawing
 
 CUTS: dict[str, Callable[[Group, Init], Piece]] = {
     "rows": lambda group, init: placement.Piece.rows("w", (144, 24), group, init),
@@ -148,7 +144,7 @@ def test_initial_weights_are_bit_equal_at_every_layout(cut: str, degree: int) ->
         assert torch.equal(found[held], reference[held]), f"{cut}: rank {rank} of {degree} drew other values"
 
 
-def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
+def test_shards_blocks_names_and_seeds_draw_differently() -> None:
     """BERT-TP seeded every shard alike: equal shards, standard deviation too small by the root of TP."""
     shards = []
     for rank in range(4):
@@ -162,8 +158,6 @@ def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
     for rank, shard in enumerate([*shards, torch.cat(shards)]):
         assert abs(float(shard.std()) / 0.02 - 1) < 0.03, f"standard deviation of shard {rank}: {float(shard.std())}"
 
-
-def test_blocks_rows_names_and_seeds_draw_differently() -> None:
     def draw(seed: int, name: str, rows: int = 2 * SEEDED_ROWS) -> Tensor:
         piece = placement.Piece.rows(name, (rows, 8), Group(), NORMAL)
         return placement.make_parameter((rows, 8), (piece,), Group(), seed=seed).detach()
@@ -187,7 +181,6 @@ def test_draws_are_float32_draws_rounded(dtype: torch.dtype) -> None:
 def test_padding_is_zero_and_counted_nowhere(rank: int) -> None:
     layer = ParallelEmbedding(9, 4, group=pretend_group(rank, 4), name="e", seed=1)
     record = placement.of(layer.weight)
-    assert record is not None
     held = record.pieces[0].box.size[0]
     assert layer.weight.shape == (3, 4)
     assert bool((layer.weight[held:] == 0).all()), "padding rows are drawn"
@@ -202,7 +195,6 @@ def test_fused_qkv_is_three_canonical_tensors(degree: int, kv_heads: int) -> Non
         options = {"group": pretend_group(rank, degree), "names": ("q", "k", "v"), "seed": 1}
         layer = GQAQKVColumnParallelLinear(16, (32, 4 * kv_heads), head_dim=4, **options)
         record = placement.of(layer.weight)
-        assert record is not None
         covered = torch.zeros(layer.weight.shape, dtype=torch.int64)
         for piece in record.pieces:
             pieces.setdefault(piece.name, []).append(piece)
@@ -216,10 +208,7 @@ def test_fused_qkv_is_three_canonical_tensors(degree: int, kv_heads: int) -> Non
         assert all(piece.partial == (wanted > 1) for piece in pieces[f"{name}.weight"])
 
 
-# ---- the record on a parameter
-
-
-def test_names_left_open_are_completed_with_the_modules_path() -> None:
+def test_records_of_parameters() -> None:
     merged = MergedColumnParallelLinear(4, (2, 2), names=("gate", "up"))
     model = nn.ModuleDict({"plain": nn.Linear(2, 3), "mlp": merged, "emb": ParallelEmbedding(5, 4)})
     names = {path: [piece.name for piece in record.pieces] for path, _, record in placement.placements(model)}
@@ -230,26 +219,17 @@ def test_names_left_open_are_completed_with_the_modules_path() -> None:
         "mlp.bias": ["gate.bias", "up.bias"],
         "emb.weight": ["emb.weight"],
     }
-
-
-def test_a_tied_weight_is_listed_once() -> None:
     embedding = ParallelEmbedding(5, 4)
     head = nn.Module()
     head.weight = embedding.weight
     listed = list(placement.placements(nn.ModuleDict({"emb": embedding, "head": head})))
     assert [path for path, _, _ in listed] == ["emb.weight"]
-
-
-def test_a_parameter_without_a_record_is_whole_everywhere() -> None:
     record = placement.of_or_whole(nn.Parameter(torch.ones(3, 4)), "foreign")
     (piece,) = record.pieces
     assert (piece.name, piece.shape, piece.box, piece.local) == ("foreign", (3, 4), Box.whole((3, 4)), piece.box)
     assert not piece.partial
     assert record.numel == 12
-
-
-def test_parameters_that_share_their_ranks_are_exchanged_together() -> None:
-    """`canonical_tensors` exchanges the pieces of all parameters with equal holders at once."""
+    # `canonical_tensors` exchanges the pieces of all parameters with equal holders at once.
     group = pretend_group(0, 2)
     pieces = [Piece.columns(name, (4, 4), group, NORMAL) for name in ("gate", "up")]
     assert len({Placement((piece,), group).holders for piece in pieces}) == 1

@@ -23,9 +23,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_fault_14_an_address_that_does_not_resolve_is_refused(
-    rank: int, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_14_an_address_that_resolves_nowhere(rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "no such host")
     told = r"MASTER_ADDR \(no such host\) must be the address of rank 0's machine, and on"
     with pytest.raises(ConfigError, match=told):
@@ -42,16 +40,13 @@ def test_fault_14_a_port_in_use_is_refused(address: str, port: int, monkeypatch:
         meet(0, 2, SHORT)
 
 
-def test_fault_14_ranks_that_do_not_come_are_told_in_a_sentence(port: int) -> None:
+def test_fault_14_ranks_that_do_not_come_and_ranks_that_are_placed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     where = rf"127\.0\.0\.1:{port} \(MASTER_ADDR and MASTER_PORT\)"
     with pytest.raises(RunError, match=rf"rank 1 must reach rank 0 at {where}, and could not within 0.1 s .*refused"):
         meet(1, 2, SHORT)
     told = rf"rank 0 waited at {where} for 2 other ranks, and WORLD_SIZE \(3\) ranks did not"
     with pytest.raises(RunError, match=told):
         meet(0, 3, SHORT)
-
-
-def test_ranks_that_the_launcher_has_placed_do_not_wait_here(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert meet(0, 2, SHORT) is None
 

@@ -8,14 +8,13 @@ from torch import nn
 
 from shardwise.config import Config, Layout
 from shardwise.distributed.mesh import Group
-from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.communication import Transfer, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.sharding import bucket_shapes
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count
-from shardwise.optim.freed_buckets import make_buckets
+from shardwise.optim.freed_buckets import make_buckets, places_in
 from shardwise.optim.sharding import OptimizerDtypes, Sharding
-from shardwise.optim.unit_weights import places_in
 from shardwise.train.build import _decay_groups
 from tests.unit.estimates.families import MODELS, make_config, section
 
@@ -42,15 +41,12 @@ def config(*, zero: int = 1, mode: str = "float32", bucket_mib: float = 25.0, **
 
 
 def sent(config: Config, layout: Layout) -> dict[tuple[str, str], float]:
-    found = wire_bytes(step_transfers(config, layout))
-    assert found is not None
-    return found
+    return wire_bytes(step_transfers(config, layout))
 
 
 def by_tensor(config: Config, layout: Layout) -> dict[str, float]:
     """Wire bytes of a step over tensor parallelism, by what is sent."""
     transfers = step_transfers(config, layout)
-    assert transfers is not None
     return {one.tensor: one.wire_bytes for one in transfers if one.axis == "tp"}
 
 
@@ -61,7 +57,7 @@ def bucket_elements() -> int:
     return sum(-(-elements // 128) * 128 for elements in (matrices, (2 * L + 1) * H))
 
 
-def test_tensor_parallelism() -> None:
+def test_tensor_parallelism_and_berts_heads() -> None:
     """One process is silent. Any other layout is measured on ranks by tests/dist/test_cells.py."""
     n = 4  # micro-batches
     whole = n * HIDDEN * (1 + 2 * L + 1 + 2 * L) + n * STATS  # embedding, blocks, head's dx, blocks backward
@@ -71,13 +67,20 @@ def test_tensor_parallelism() -> None:
         ("tp", "all_reduce"): 2 * whole / 2,
         ("world", "all_reduce"): 2 * NORMS / 2,
     }
+    n, predicted = 4, 5 * B
+    found = by_tensor(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
+    assert found["largest logit of each token"] == n * 4 * predicted
+    assert found["inputs of the decoder and of the classifier"] == n * 4 * (predicted + B) * H / 2
+    assert found["gradient of the decoder's input"] == n * 4 * predicted * H
+    assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
+    evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
+    assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
 
 
 @pytest.mark.parametrize(("kv_heads", "axis"), [(2, "tp/2"), (1, "tp")])
 def test_shared_key_value_heads_are_summed_over_the_ranks_that_hold_them(kv_heads: int, axis: str) -> None:
     chosen = section("llama", num_key_value_heads=kv_heads)
     transfers = step_transfers(make_config(chosen), Layout(4, tensor=4))
-    assert transfers is not None
     gradient = 4 * L * 2 * (H // HEADS) * H
     assert [one for one in transfers if one.tensor == "partial gradients"] == [
         Transfer(axis, "all_reduce", 4 // kv_heads, gradient, 1, "partial gradients")
@@ -113,19 +116,15 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
         )
     ]
     case = RankWorkload.of(chosen, Layout(1), False)
-    assert case is not None
     assert [bucket.elements for bucket in bucket_shapes(case)] == made
 
-
-# ---- what the families do otherwise
 
 OUTPUTS, INPUTS = "outputs of attention and MLP", "inputs of attention and MLP"
 SEQUENCE = Layout(2, tensor=2, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "left"),
-    [("llama", 0.1, 1), ("gpt", 0.0, 1), ("gpt", 0.1, 2), ("gpt_neox", 0.0, 0), ("bert", 0.0, 2)],
+    ("name", "p", "left"), [("llama", 0.1, 1), ("gpt", 0.0, 1), ("gpt", 0.1, 2), ("gpt_neox", 0.0, 0), ("bert", 0.0, 2)]
 )
 def test_full_recompute_repeats_what_comes_before_the_last_saved_tensor(name: str, p: float, left: int) -> None:
     """The sum behind the last matrix product only where dropout or a norm follows it."""
@@ -135,18 +134,6 @@ def test_full_recompute_repeats_what_comes_before_the_last_saved_tensor(name: st
     expected = {f"{INPUTS}, recomputed": 2, f"{OUTPUTS}, recomputed": left}
     assert again == {what: 4 * times * L * HIDDEN / 2 for what, times in expected.items() if times}
     assert {what: amount for what, amount in found.items() if what in plain} == plain
-
-
-def test_berts_heads_see_masked_positions_only() -> None:
-    n, predicted = 4, 5 * B
-    found = by_tensor(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
-    assert found["largest logit of each token"] == n * 4 * predicted
-    assert found["inputs of the decoder and of the classifier"] == n * 4 * (predicted + B) * H / 2
-    assert found["gradient of the decoder's input"] == n * 4 * predicted * H
-    assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
-    evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
-    assert evaluated is not None
-    assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +150,6 @@ def test_muon_sends_each_matrix_to_its_owner_and_the_update_back(layout: Layout,
     chosen = make_config(model, optimizer={"name": "muon", "zero": zero}, parallel=parallel)
     muon = sent(chosen, layout)
     matrices = local_parameter_count(chosen.model, layout.tensor, block_matrices=True)
-    assert matrices is not None
     stage = 4 * matrices // layout.pipeline
     ranks = layout.tensor * layout.data
     back = stage if zero == 0 else stage / layout.data

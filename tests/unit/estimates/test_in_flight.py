@@ -36,12 +36,7 @@ def config(name: str = "gpt", p: float = 0.0, *, schedule: str = "1f1b", pipelin
 
 
 def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
-    found = memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
-    assert found is not None
-    return found
-
-
-# ---- parameters
+    return memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
 
 
 def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[tuple[int, bool]]:
@@ -81,23 +76,40 @@ def test_a_ranks_parameters_are_its_stages(name: str, stages: str, tensor: int) 
     assert local_parameter_count(config(name).model, tensor, stages=STAGES[stages]) == sum(n for n, _ in stored)
 
 
-def test_the_vocabularys_multiple_is_padding() -> None:
+def test_padding_of_the_vocabulary_and_the_175b_layout() -> None:
     chosen = config("llama", parallel={"vocab_multiple": 16})
     rows = {multiple: local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
     assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
     assert rows[64] - rows[1] == 2 * (64 - 25) * H  # type: ignore[operator]
     assert checkpoint_bytes(chosen) == checkpoint_bytes(config("llama"))
+    # Each rank has a 32nd of an eighth of the blocks; the ends have the padded vocabulary too.
+    recipe = load_config("gpt3-175b")
+    layout = check_layout(recipe, 256)
+    plan = stage_plan(recipe, layout)
+    held = [local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan]
+    hidden = 12288
+    block = (12 * hidden**2 + 3 * hidden + 4 * hidden) // 32 + 6 * hidden
+    assert held[1:-1] == [12 * block] * 6
+    assert held[0] == 12 * block + (1664 + 2048) * hidden
+    assert held[-1] == 12 * block + (1664 + 2) * hidden
 
 
-# ---- memory
-
-
-def test_a_pipeline_of_one_is_none() -> None:
+def test_the_ranks_of_pipelines_that_hold_losses_and_need_most() -> None:
     chosen = config(pipeline=1, schedule="gpipe")
     (found,) = memory(chosen)
     assert found.pipeline == 0
     assert found == expected_memory(config(pipeline=1, train={"global_batch": 1}), Layout(1))
     assert "pipeline" not in dict(found.rows())
+    for schedule, last in (("1f1b", 3), ("zbv", 0)):
+        found = memory(config(schedule=schedule, pipeline=4 if schedule == "1f1b" else 2))
+        assert [one.loss > 0 for one in found] == [rank == last for rank in range(len(found))]
+    # The loss makes them in its forward pass, [V, H] in float32 each.
+    gpipe, alternating = (memory(config(schedule=schedule))[1] for schedule in ("gpipe", "1f1b"))
+    assert gpipe.loss - alternating.loss == (M - 1) * (4 * 50 * H + X)
+    chosen = config(pipeline=4)
+    layout, by_rank = check_layout(chosen, 4), memory(chosen)
+    assert expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
+    assert [expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
 
 
 @pytest.mark.parametrize(("schedule", "flying"), [("gpipe", [M, M, M, M]), ("1f1b", [4, 3, 2, 1])])
@@ -105,7 +117,6 @@ def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[
     """A stage keeps what its block saves, with its input, and its output; the last one, what its norm saves."""
     found = memory(config(schedule=schedule, pipeline=4))
     block = expected_memory(config(pipeline=1), Layout(1))
-    assert block is not None
     norm = 4 * S * (H + 2)
     each = (block.activations - norm - X) // LAYERS
     assert [one.activations for one in found[:3]] == [number * (each + X) for number in flying[:3]]
@@ -128,25 +139,6 @@ def test_messages_have_memory_of_their_own(schedule: str, frees: bool, monkeypat
         assert least * M * messages // 4 * X <= sent <= most * M * messages // 4 * X
 
 
-def test_the_loss_is_the_last_ranks() -> None:
-    for schedule, last in (("1f1b", 3), ("zbv", 0)):
-        found = memory(config(schedule=schedule, pipeline=4 if schedule == "1f1b" else 2))
-        assert [one.loss > 0 for one in found] == [rank == last for rank in range(len(found))]
-
-
-def test_gpipe_keeps_the_heads_gradients_of_all_micro_batches() -> None:
-    """The loss makes them in its forward pass, [V, H] in float32 each."""
-    gpipe, alternating = (memory(config(schedule=schedule))[1] for schedule in ("gpipe", "1f1b"))
-    assert gpipe.loss - alternating.loss == (M - 1) * (4 * 50 * H + X)
-
-
-def test_the_rank_that_needs_most_is_what_is_expected() -> None:
-    chosen = config(pipeline=4)
-    layout, by_rank = check_layout(chosen, 4), memory(chosen)
-    assert expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
-    assert [expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
-
-
 def test_a_walk_through_an_order() -> None:
     """Two stages of a rank: 10 and 1 bytes a pass, and 100 while the second makes its loss, of which 5 stay."""
     passes = {
@@ -164,16 +156,3 @@ def test_a_walk_through_an_order() -> None:
     assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
     assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
-
-
-def test_the_175b_layout_is_computed() -> None:
-    """Each rank has a 32nd of an eighth of the blocks; the ends have the padded vocabulary too."""
-    recipe = load_config("gpt3-175b")
-    layout = check_layout(recipe, 256)
-    plan = stage_plan(recipe, layout)
-    held = [local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan]
-    hidden = 12288
-    block = (12 * hidden**2 + 3 * hidden + 4 * hidden) // 32 + 6 * hidden
-    assert held[1:-1] == [12 * block] * 6
-    assert held[0] == 12 * block + (1664 + 2048) * hidden
-    assert held[-1] == 12 * block + (1664 + 2) * hidden

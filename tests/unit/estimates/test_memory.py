@@ -9,10 +9,10 @@ import torch
 from shardwise.config import Config, Layout
 from shardwise.distributed.mesh import Group
 from shardwise.estimates.activations import BlockStack
-from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.communication import evaluation_transfers, step_transfers, wire_bytes
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.sharding import bucket_shapes
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models import attention
 from shardwise.models.build import build_model
@@ -46,15 +46,11 @@ def config(
 
 
 def estimate(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> MemoryEstimate:  # noqa: B008
-    found = expected_memory(config, layout, accelerator)
-    assert found is not None
-    return found
+    return expected_memory(config, layout, accelerator)
 
 
 def case(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> RankWorkload:  # noqa: B008
-    found = RankWorkload.of(config, layout, accelerator)
-    assert found is not None
-    return found
+    return RankWorkload.of(config, layout, accelerator)
 
 
 def stack(config: Config, accelerator: bool = False) -> BlockStack:
@@ -62,9 +58,7 @@ def stack(config: Config, accelerator: bool = False) -> BlockStack:
 
 
 def parameters(config: Config, tensor: int = 1) -> int:
-    found = local_parameter_count(config.model, tensor)
-    assert found is not None
-    return found
+    return local_parameter_count(config.model, tensor)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +94,17 @@ def test_muon_keeps_one_state_of_each_matrix_of_a_block(data: int) -> None:
     assert checkpoint_bytes(chosen) == 4 * (3 * parameters(chosen) - matrices)
 
 
-def test_zero_shares_state_out_over_data_parallelism_alone() -> None:
+def test_zero_shares_state_over_data_parallelism_alone_and_nothing_is_known_of_own_models() -> None:
     """Two moments in float32 of a quarter of what a tensor-parallel rank holds, and padding."""
     state = estimate(config(), Layout(8, tensor=2)).optimizer
     assert state == pytest.approx(2 * 4 * parameters(config(), 2) / 4, rel=1e-3)
+    assert parameter_count(OWN.model) is None
+    assert local_parameter_count(OWN.model, 2) is None
+    assert canonical_tensor_count(OWN.model) is None
+    assert expected_memory(OWN, Layout(1)) is None
+    assert checkpoint_bytes(OWN) is None
+    assert wire_bytes(step_transfers(OWN, Layout(2))) is None
+    assert wire_bytes(evaluation_transfers(OWN, Layout(2))) is None
 
 
 class Saved:
@@ -180,7 +181,7 @@ def test_activations_beside_fp8_products_are_what_autograd_saves(model: str) -> 
     assert estimate(in_fp8).activations == Saved(in_fp8).bytes - beside(in_fp8) - scales
 
 
-def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
+def test_what_fused_kernels_and_compilers_keep() -> None:
     fast, invariant, none = (
         stack(config("gpt", p=p, dropout_mode=mode), accelerator=True).kept
         for p, mode in ((0.1, "fast"), (0.1, "invariant"), (0.0, "fast"))
@@ -192,10 +193,7 @@ def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
     log_sum_exp = 4 * tokens * heads
     # Queries, keys and values are copied, and their joint source is free: as many bytes.
     assert invariant - fast == LAYERS * (probabilities + length**2 - log_sum_exp)
-
-
-def test_a_compiler_chooses_what_selective_recompute_leaves_out() -> None:
-    """Measured on a GPU: compiled blocks hold as much with `selective` as without, and copies of rotated heads."""
+    # Measured on a GPU: compiled blocks hold as much with `selective` as without, and copies of rotated heads.
     plain, fused, core = config(), config(recompute="selective"), config("gpt", p=0.1, recompute="selective")
     of_plain, of_fused, of_core = (
         stack(c.model_copy(update={"compile": c.compile.model_copy(update={"enabled": True})})).kept
@@ -215,18 +213,12 @@ def test_the_peak_is_the_largest_of_all_moments(model: str, recompute: str) -> N
     assert memory.total >= state + memory.activations + memory.loss
 
 
-def test_an_accelerators_fused_norm_keeps_less() -> None:
+def test_what_norms_losses_and_tied_heads_hold() -> None:
     chosen = config(mode="bfloat16")
     difference = estimate(chosen).activations - estimate(chosen, accelerator=True).activations
     assert difference == 7 * 128 * 64 * (2 * 4 - 2)
-
-
-def test_the_loss_holds_a_chunk_of_logits_however_many_tokens() -> None:
     few, many = (estimate(config(length=length, micro_batch=8)).loss for length in (1024, 8192))
     assert many - few == 4 * 64 * 8 * (8192 - 1024)  # only the gradient of the input grows
-
-
-def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     chosen = make_config(
         section("bert", **SIZES | {"vocab_size": 500_000}), data={"max_predictions": 1}, precision={"mode": "mixed"}
     )
@@ -246,18 +238,6 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
         (None, None, True, 2 + 3 * 4),
     ],
 )
-def test_a_checkpoint_holds_weights_moments_and_masters_where_they_differ(
-    mode: str | None, moments: str | None, accelerator: bool, each: int
-) -> None:
+def test_bytes_of_a_checkpoint(mode: str | None, moments: str | None, accelerator: bool, each: int) -> None:
     chosen = config(mode=mode, moments=moments)
     assert checkpoint_bytes(chosen, accelerator) == each * parameters(chosen)
-
-
-def test_of_a_model_of_your_own_nothing_is_known() -> None:
-    assert parameter_count(OWN.model) is None
-    assert local_parameter_count(OWN.model, 2) is None
-    assert canonical_tensor_count(OWN.model) is None
-    assert expected_memory(OWN, Layout(1)) is None
-    assert checkpoint_bytes(OWN) is None
-    assert wire_bytes(step_transfers(OWN, Layout(2))) is None
-    assert wire_bytes(evaluation_transfers(OWN, Layout(2))) is None

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.base.errors import StoppedError, see
+from shardwise.base.errors import LaunchError, StoppedError, see
 from shardwise.cli import main
 from shardwise.config import load_config
 from shardwise.launch import stop_requests
 from shardwise.launch.first_failure import Failure
-from shardwise.launch.local import LaunchError
 from shardwise.runs.folder import RunLock
 from shardwise_jobs import slurm_commands, supervisor
 from shardwise_jobs.attempt import AttemptOutcome
@@ -53,7 +52,7 @@ class Job:
         self.run, self.told, self.requeued, self.ids = run, list[str](), 0, list[str]()
         self._patch, self.command = monkeypatch, list[str]()
         (run / "logs").mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(supervisor, "address_of", lambda name: name)
+        monkeypatch.setattr(supervisor, "first_node_address", lambda name: name)
         monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
         monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0)
         monkeypatch.setattr(slurm_commands, "requeue", self._requeue)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import LaunchError
 from shardwise.launch import agent, local
-from shardwise.launch.local import LaunchError, launch
+from shardwise.launch.local import launch
 from tests.e2e import processes
 from tests.e2e.command import imported_first
 
@@ -74,9 +75,7 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
-def test_ranks_are_forks_that_are_as_good_as_new_processes(
-    probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forks_are_as_good_as_new_processes(probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     monkeypatch.setenv("PYTHONWARNINGS", "error::FutureWarning")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -95,7 +94,7 @@ def test_ranks_are_forks_that_are_as_good_as_new_processes(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
-def test_a_limit_on_processes_is_one_sentence(
+def test_limits_on_processes_are_one_sentence(
     probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORKS", "1")
@@ -120,14 +119,11 @@ def _children(pid: int) -> Iterator[str]:
         yield Path(f"/proc/{child}/comm").read_text()
 
 
-def test_an_agent_that_is_killed_while_it_imports_is_named(probe: list[str], tmp_path: Path) -> None:
+def test_an_agent_that_is_killed_or_gets_no_job_ends(probe: list[str], tmp_path: Path) -> None:
     with local.agent_ahead(2) as process:
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(LaunchError, match=r"^the process that starts the ranks was killed by SIGKILL$"):
             launch(probe, 2, tmp_path)
-
-
-def test_an_agent_that_gets_no_job_ends() -> None:
     with local.agent_ahead(2) as first, local.agent_ahead(2) as second:
         assert first is second
     assert first.returncode == -signal.SIGKILL

@@ -9,10 +9,16 @@ from shardwise.launch.environment import ERROR_FILE, PARENT_PID, Rank, is_launch
 PLACE = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
 
 
-def test_joined() -> None:
+def test_a_rank_joins_and_stays_one(of_a_rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined(PLACE) == Rank(rank=5, local_rank=1, world=8)
     assert joined({**PLACE, "RANK": ""}) is None
     assert not is_launched(PLACE)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    before = dict(of_a_rank)
+    keep_own(of_a_rank)
+    assert of_a_rank == before
+    assert joined(of_a_rank) == Rank(rank=5, local_rank=1, world=8)
+    assert is_launched(of_a_rank)
 
 
 @pytest.fixture
@@ -32,15 +38,6 @@ def of_a_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_a_process_started_by_a_rank_is_none(of_a_rank: dict[str, str]) -> None:
     keep_own(of_a_rank)
     assert of_a_rank == {"HOME": "/home/user"}
-
-
-def test_a_rank_stays_one(of_a_rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    before = dict(of_a_rank)
-    keep_own(of_a_rank)
-    assert of_a_rank == before
-    assert joined(of_a_rank) == Rank(rank=5, local_rank=1, world=8)
-    assert is_launched(of_a_rank)
 
 
 def test_a_rank_of_a_job_that_a_rank_started_is_one(of_a_rank: dict[str, str]) -> None:
@@ -64,9 +61,7 @@ def test_a_rank_of_a_job_that_a_rank_started_is_one(of_a_rank: dict[str, str]) -
         ({"WORLD_SIZE": "0"}, "RANK (0) must be less than WORLD_SIZE (0)"),
     ],
 )
-def test_fault_14_variables_of_torchrun_that_contradict_one_another_are_refused(
-    changed: dict[str, str], told: str
-) -> None:
+def test_fault_14_variables_of_torchrun_that_contradict_are_refused(changed: dict[str, str], told: str) -> None:
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert unjoined({**torchrun, **changed}) == told
     assert unjoined(torchrun) is None

@@ -33,16 +33,18 @@ def adopted(**variables: str) -> dict[str, str]:
     return variables
 
 
-def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
+def test_tasks_of_srun_have_their_places_hosts_and_ports() -> None:
     variables = dict(SRUN)
     assert may_be_a_task(variables)
     external_launchers.adopt_task(variables)
     assert joined(variables) == Rank(rank=3, local_rank=0, world=5)
     assert (variables["LOCAL_WORLD_SIZE"], variables["MASTER_ADDR"]) == ("1", "10.0.0.3")
     assert not may_be_a_task(variables), "its children would join too"
+    variables = adopted(**{**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"})
+    assert variables["MASTER_ADDR"] == "127.0.0.1"
+    for nodes, first in [("n1", "n1"), ("rack[1-2]node[04-08]-ib", "rack1node04-ib"), ("a,b[1-2]", "a")]:
+        assert external_launchers.first_name(nodes) == first
 
-
-def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
     def port(**changed: str) -> int:
         return int(adopted(**{**SRUN, **changed})["MASTER_PORT"])
 
@@ -53,12 +55,7 @@ def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
     assert port(MASTER_PORT="77", MASTER_ADDR="there") == 77
 
 
-def test_on_one_node_the_tasks_meet_on_the_loopback_interface() -> None:
-    variables = adopted(**{**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"})
-    assert variables["MASTER_ADDR"] == "127.0.0.1"
-
-
-def test_a_host_that_cannot_be_known_is_refused_and_never_guessed() -> None:
+def test_an_address_or_a_port_that_cannot_be_known_is_asked_for() -> None:
     variables = {**SRUN, "SLURM_STEP_NODELIST": "cpu[1-4]"}
     with pytest.raises(ConfigError, match=r"MASTER_ADDR must be set .* its name \(cpu1\) does not resolve"):
         external_launchers.adopt_task(variables)
@@ -66,6 +63,13 @@ def test_a_host_that_cannot_be_known_is_refused_and_never_guessed() -> None:
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "1234"}
     with pytest.raises(ConfigError, match=r"^MASTER_ADDR must be set .* mpirun -x MASTER_ADDR="):
         external_launchers.adopt_task(alone)
+    variables = {name: value for name, value in MPICH.items() if name != "MASTER_PORT"}
+    with pytest.raises(ConfigError, match=r"^MASTER_PORT must be set .* and a free port of it"):
+        external_launchers.adopt_task(dict(variables))
+    external_launchers.adopt_task({**variables, "I_MPI_HYDRA_UUID": "af3a"})
+    del variables["MASTER_ADDR"]
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR and MASTER_PORT must be set"):
+        external_launchers.adopt_task(variables)
 
 
 @pytest.mark.parametrize("cause", [{"SLURM_DISTRIBUTION": "arbitrary"}, {"SLURM_HET_SIZE": "2"}])
@@ -93,16 +97,6 @@ def test_two_jobs_of_one_machine_have_ports_of_their_own_where_mpiexec_names_no_
     ports = [job.communicate()[0].split() for job in jobs]
     assert all(first == second for first, second in ports)
     assert ports[0] != ports[1]
-
-
-def test_on_several_machines_a_job_without_a_name_is_asked_for_its_port() -> None:
-    variables = {name: value for name, value in MPICH.items() if name != "MASTER_PORT"}
-    with pytest.raises(ConfigError, match=r"^MASTER_PORT must be set .* and a free port of it"):
-        external_launchers.adopt_task(dict(variables))
-    external_launchers.adopt_task({**variables, "I_MPI_HYDRA_UUID": "af3a"})
-    del variables["MASTER_ADDR"]
-    with pytest.raises(ConfigError, match=r"^MASTER_ADDR and MASTER_PORT must be set"):
-        external_launchers.adopt_task(variables)
 
 
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a"}
@@ -171,17 +165,8 @@ def test_fault_14_a_process_that_is_alone_or_placed_already_stays_so(variables: 
     assert adopted(**variables) == variables
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"), [("n1", "n1"), ("rack[1-2]node[04-08]-ib", "rack1node04-ib"), ("a,b[1-2]", "a")]
-)
-def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
-    assert external_launchers.first_name(nodes) == first
-
-
 @pytest.mark.parametrize(("further", "ended"), [({}, 1), ({"TORCHELASTIC_RUN_ID": "7"}, 0)])
-def test_fault_19_a_rank_of_an_agent_does_not_end_the_step_of_all_agents(
-    further: dict[str, str], ended: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_19_a_rank_does_not_end_all(further: dict[str, str], ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the launcher of a submitted job is killed before it can tell why the rank failed."""
     started: list[list[str]] = []
     monkeypatch.setattr(external_launchers.shutil, "which", lambda name: name)

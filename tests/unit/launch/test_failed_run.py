@@ -60,32 +60,26 @@ def test_a_loss_that_is_not_finite_comes_again_without_a_checkpoint(checkpoint: 
     assert (facts["checkpoint"], facts["resume"] is not None) == (checkpoint, checkpoint > 0)
 
 
-def test_a_start_that_took_no_step_loses_none(run: Path) -> None:
+def test_lines_of_a_failure_before_a_step_and_with_a_traceback(run: Path) -> None:
     lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
     assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")
     assert not any("lost" in line for line in lines)
-
-
-def test_the_line_of_the_traceback_is_that_of_the_log(run: Path) -> None:
     log = run / "logs/rank-0001.log"
     failure = Failure(1, f"rank 1 failed: ValueError: x\ntraceback: {log}", 1)
     lines = failure_text(failure, run, FIRST, None).splitlines()
     assert lines[:2] == ["FAILED at step 25: rank 1 failed: ValueError: x.", f"log: {log}"]
 
 
-def test_a_rank_that_lost_another_one_leaves_its_record(run: Path) -> None:
-    assert failure_text(LOST, run, FIRST, None).startswith("FAILED at step 25: rank 0 lost")
-    failure_text(KILLED, run, FIRST, None)
-    assert failure_text(LOST, run, FIRST, None) == LOST.text
-    assert json.loads((run / "failure.json").read_text())["rank"] == 1
-
-
-def test_wrong_input_and_what_is_no_run_stay_as_they_are(run: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_no_failure_and_a_rank_that_lost_another_leaves_its_record(run: Path, tmp_path: Path) -> None:
     wrong = Failure(0, "data.path (x) must be there", 2)
     assert failure_text(wrong, run, FIRST, None) == wrong.text
     assert failure_text(KILLED, tmp_path / "new", FIRST, None) == KILLED.text
     assert failure_text(KILLED, None, FIRST, None) == KILLED.text
     assert not (run / "failure.json").exists()
+    assert failure_text(LOST, run, FIRST, None).startswith("FAILED at step 25: rank 0 lost")
+    failure_text(KILLED, run, FIRST, None)
+    assert failure_text(LOST, run, FIRST, None) == LOST.text
+    assert json.loads((run / "failure.json").read_text())["rank"] == 1
 
 
 @pytest.mark.parametrize(
@@ -98,9 +92,7 @@ def test_wrong_input_and_what_is_no_run_stay_as_they_are(run: Path, tmp_path: Pa
         ([], None),
     ],
 )
-def test_the_command_that_continues_the_run(
-    words: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_that_resumes_a_run(words: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])
     assert resume_command(Path("runs/a")) == command
 
@@ -115,9 +107,7 @@ def test_the_command_that_continues_the_run(
     ],
     ids=["one process", "torchrun", "local ranks", "ranks of a job"],
 )
-def test_the_command_that_continues_a_stopped_run(
-    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_after_a_stop(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", "train", "x.yaml", "--nproc", "2"])
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -10,28 +10,21 @@ from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.first_failure import Failure, read_first_failure, report_first_failure, root_cause
 
 
-def test_the_first_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_report_stays_and_one_that_is_cut_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     assert read_first_failure(path) is None
     assert report_first_failure(Failure(3, "the cause: α", 2))
     assert report_first_failure(Failure(0, "a consequence", 1))
     assert read_first_failure(path) == Failure(3, "the cause: α", 2)
-
-
-def test_a_report_that_was_cut_off_is_none(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text('{"rank": 1, "te')
     assert read_first_failure(tmp_path / "error.json") is None
 
 
 REPORT = Failure(0, "connection closed by peer", 1)
-
-
 WAITED = Failure(
     0, "rank 0 waited for x of micro-batch 3 from stage 1 (rank 1), and lost the connection", 1, waited=True
 )
-
-
 LOST = Failure(0, "rank 0 lost the connection to another rank during forward", 1, waited=True)
 
 

@@ -12,7 +12,6 @@ from shardwise.launch import rank_process
 from shardwise.launch.environment import PARENT_PID
 
 SECONDS = 120.0
-
 CHILD = (
     "from shardwise.launch import rank_process as guard; guard.die_with_parent(); print('ready', flush=True); input()"
 )

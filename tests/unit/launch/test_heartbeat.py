@@ -19,21 +19,17 @@ def beat(rank: int, *, age: float = 0.4, doing: str = DOING, **called: int) -> B
     return Beat(rank, 100 + rank, f"n{rank // 2}", "cpu", 0, age, 11, doing, 30.0, calls)
 
 
-def test_a_rank_without_heartbeats_is_named() -> None:
+def test_who_does_not_answer_or_has_called_less_is_named() -> None:
     beats = [beat(0), beat(1), beat(2), beat(3, age=14.0, doing="forward and backward of step 12")]
     assert missing(beats) == (
         "rank 3 (node n1, cpu, pipeline stage 0, process 103) does not answer since 14 s: it last was in forward and "
         "backward of step 12; ranks 0-2 waited in gradient reduction of step 12"
     )
-
-
-def test_a_lost_node_is_named_with_its_ranks() -> None:
     beats = [beat(0), beat(1), beat(2, age=20.0), beat(3, age=20.0)]
     assert missing(beats, {"n1": range(2, 4)}) == f"node n1 (ranks 2-3) does not answer; ranks 0-1 waited in {DOING}"
-
-
-def test_of_ranks_that_all_answer_the_one_that_has_called_less_is_named() -> None:
-    """Rank 1 waits for rank 0 in their group, and rank 3 for rank 1 in theirs: only rank 0 waits for nobody."""
+    assert missing([beat(0, tp_0=4), beat(1, tp_0=4)]) is None
+    assert missing([]) is None
+    # Rank 1 waits for rank 0 in their group, and rank 3 for rank 1 in theirs: only rank 0 waits for nobody.
     reading = "reading of data of step 12"
     beats = [
         beat(0, doing=reading, tp_0=40, dp_0=7),
@@ -45,11 +41,6 @@ def test_of_ranks_that_all_answer_the_one_that_has_called_less_is_named() -> Non
         "rank 0 (node n0, cpu, pipeline stage 0, process 100) is in reading of data of step 12 since 30 s, and has not "
         f"called all_reduce 41 of its tp group, which rank 1 called; ranks 1-3 waited in {DOING}"
     )
-
-
-def test_where_nobody_is_behind_nothing_is_said() -> None:
-    assert missing([beat(0, tp_0=4), beat(1, tp_0=4)]) is None
-    assert missing([]) is None
 
 
 def test_a_thread_writes_what_the_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import LaunchError
 from shardwise.launch import local
 from shardwise.launch.environment import HEARTBEATS, Rank
 from shardwise.launch.first_failure import report_done
-from shardwise.launch.local import LaunchError, launch
+from shardwise.launch.local import launch
 from shardwise.launch.stop_requests import NOTICE
 from tests.e2e import processes
 from tests.e2e.command import Process, outcome, start

@@ -57,10 +57,17 @@ def test_an_address_and_a_command_are_told(hooks: Hooks, run: Path, tmp_path: Pa
     assert json.loads(file.read_text()) == notice
 
 
-def test_the_page_shows_each_field_and_each_event() -> None:
+def test_the_page_shows_each_field_and_no_record_more_of_an_address_than_its_host() -> None:
     page = (ROOT / "docs/notices.md").read_text(encoding="utf-8")
     assert re.findall(r'^    "(\w+)":', page, re.MULTILINE) == FIELDS
     assert tuple(re.findall(r"^- `(\w+)`:", page, re.MULTILINE)) == get_args(notices.Event)
+    commands = (f"curl https://h/{SECRET}", f"curl https://h/a,{SECRET}", f"curl http://[::1]/a]{SECRET}")
+    config = keys(f"https://hooks.example.org/{SECRET}", f"http://localhost:8/{SECRET}", *commands)
+    recorded = config.recorded()
+    assert SECRET not in json.dumps(recorded)
+    assert recorded["log"]["notify"][:2] == ["https://hooks.example.org/(redacted)", "http://localhost:8/(redacted)"]
+    again = load_config("llama2-tiny", [f"log.notify={json.dumps(recorded['log']['notify'])}"])
+    assert again.recorded() == recorded
 
 
 def test_a_run_before_its_first_step_has_no_numbers(hooks: Hooks, tmp_path: Path) -> None:
@@ -110,7 +117,7 @@ def test_a_failure_is_told_once_for_all_ranks(hooks: Hooks, run: Path, monkeypat
     assert len(hooks.notices) == 1
 
 
-def test_ranks_of_a_program_record_a_failure_before_they_wait_for_rank_0_to_tell_it(
+def test_ranks_record_a_failure_before_rank_0_tells_it(
     hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without targets none of them waits."""
@@ -141,9 +148,7 @@ def test_ranks_of_a_program_record_a_failure_before_they_wait_for_rank_0_to_tell
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_restart_by_another_launcher_is_told(
-    name: str, hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_by_launchers_are_told(name: str, hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notices.set_up([hooks.address()])
     for count in ("0", "1"):
         monkeypatch.setenv(name, count)
@@ -247,19 +252,13 @@ def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(target: str) ->
     assert SECRET not in str(error.value) or target.startswith("notify")
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["http POST localhost:8", "https-notify", "http.py", "https://h", "https://[::1]:8/x", "HTTPS://h:65535?x"],
-)
-def test_what_only_resembles_a_mistyped_address_is_a_target(target: str) -> None:
-    check_layout(keys(target), 1)
-
-
-def test_no_record_shows_more_of_an_address_than_its_host() -> None:
-    commands = (f"curl https://h/{SECRET}", f"curl https://h/a,{SECRET}", f"curl http://[::1]/a]{SECRET}")
-    config = keys(f"https://hooks.example.org/{SECRET}", f"http://localhost:8/{SECRET}", *commands)
-    recorded = config.recorded()
-    assert SECRET not in json.dumps(recorded)
-    assert recorded["log"]["notify"][:2] == ["https://hooks.example.org/(redacted)", "http://localhost:8/(redacted)"]
-    again = load_config("llama2-tiny", [f"log.notify={json.dumps(recorded['log']['notify'])}"])
-    assert again.recorded() == recorded
+def test_what_only_resembles_a_mistyped_address_is_a_target() -> None:
+    for target in [
+        "http POST localhost:8",
+        "https-notify",
+        "http.py",
+        "https://h",
+        "https://[::1]:8/x",
+        "HTTPS://h:65535?x",
+    ]:
+        check_layout(keys(target), 1)

@@ -103,9 +103,7 @@ def test_a_run_that_the_user_ends_at_once_has_not_failed(tmp_path: Path) -> None
         ("raise SystemExit", PLACE, "sys.exit() was called"),
     ],
 )
-def test_fault_19_a_rank_that_code_of_the_user_ends_has_failed(
-    body: str, variables: dict[str, str], told: str, tmp_path: Path
-) -> None:
+def test_fault_19_a_rank_that_the_user_ends(body: str, variables: dict[str, str], told: str, tmp_path: Path) -> None:
     error_file = tmp_path / "error.json"
     launched = {**variables, ERROR_FILE: str(error_file), HEARTBEATS: str(tmp_path)} if variables else {}
     result = train(body, tmp_path, launched)
@@ -123,11 +121,21 @@ def test_alone_and_stopped_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (75, f"{NOTICE}\nshardwise: {shown}\n")
 
 
-def test_a_signal_that_comes_while_a_stopped_rank_leaves_changes_nothing(tmp_path: Path) -> None:
+def test_how_ranks_of_a_job_leave(tmp_path: Path) -> None:
     """torchrun ends the others when the first rank leaves, and a user may be impatient."""
     late = "stopping.ignore = lambda ignore=stopping.ignore: (ignore(), [os.kill(os.getpid(), n) for n in (2, 15, 15)])"
     result = train(f"{late}; {STOPPED.format(name='SIGTERM')}", tmp_path, {**PLACE, "RANK": "0"})
     assert (result.returncode, result.stderr) == (75, "shardwise: SIGTERM\n")
+    # Nothing runs after it that could still fail, such as the destructors of process groups; its output is there.
+    body = "import atexit; atexit.register(os._exit, 7); print('done')"
+    result = train(body, tmp_path, PLACE)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+    assert train(body, tmp_path, {}).returncode == 7, "alone it is the user's own process"
+    # Not a request to stop: another rank has already said why the run ends.
+    (tmp_path / "error.json").write_text('{"rank": 0, "text": "the cause", "exit_code": 1}')
+    result = train(STOPPED.format(name="SIGTERM"), tmp_path, {**PLACE, ERROR_FILE: str(tmp_path / "error.json")})
+    assert (result.returncode, result.stderr) == (1, "")
+    assert not stop_record(tmp_path).exists()
 
 
 @pytest.mark.parametrize(
@@ -144,14 +152,6 @@ def test_in_a_job_and_stopped(variables: dict[str, str], code: int, err: str, tm
     """Rank 0 speaks for all. A rank that torchrun would start again as failed ends well."""
     result = train(STOPPED.format(name="SIGTERM"), tmp_path, {**PLACE, **variables})
     assert (result.returncode, result.stderr) == (code, err)
-
-
-def test_a_rank_of_a_job_ends_with_its_work(tmp_path: Path) -> None:
-    """Nothing runs after it that could still fail, such as the destructors of process groups; its output is there."""
-    body = "import atexit; atexit.register(os._exit, 7); print('done')"
-    result = train(body, tmp_path, PLACE)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
-    assert train(body, tmp_path, {}).returncode == 7, "alone it is the user's own process"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -178,14 +178,6 @@ def test_a_command_started_inside_a_rank_is_none_of_its_job(tmp_path: Path) -> N
     inside = json.loads((tmp_path / "inside.json").read_text())
     assert inside[:2] == [2, "shardwise: there is no run nowhere: name its folder\n"]
     assert inside[2] == PLACE, "torch and the model's code find the rank's place"
-
-
-def test_torchrun_ends_the_ranks_of_a_failed_one_at_once(tmp_path: Path) -> None:
-    """Not a request to stop: another rank has already said why the run ends."""
-    (tmp_path / "error.json").write_text('{"rank": 0, "text": "the cause", "exit_code": 1}')
-    result = train(STOPPED.format(name="SIGTERM"), tmp_path, {**PLACE, ERROR_FILE: str(tmp_path / "error.json")})
-    assert (result.returncode, result.stderr) == (1, "")
-    assert not stop_record(tmp_path).exists()
 
 
 @pytest.mark.parametrize(("body", "code", "text"), [SENTENCES[0], SENTENCES[3]], ids=["done", "failed"])

@@ -50,7 +50,7 @@ def test_the_second_ends_at_once_but_one_request_may_arrive_twice(monkeypatch: p
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_the_time_limit_and_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM: SIGUSR1 some minutes before the end of the job, SIGTERM at it."""
     now, requests = clock(monkeypatch), stop_requests.Requests()
     heard = []
@@ -59,23 +59,17 @@ def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(mon
         now[0] += 60
     assert heard == [False, False, False, False, True]
     assert requests.by == "SIGUSR1"
-
-
-def test_before_training_a_signal_ends_at_once() -> None:
     stop_requests.end_at_once()
     for number in stop_requests.SIGNALS:
         with pytest.raises(stop_requests.Interrupted):
             os.kill(os.getpid(), number)
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+def test_an_ignored_signal_and_a_process_that_leaves_hear_nothing(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop_requests.install()
     os.kill(os.getpid(), signal.SIGHUP)
     assert stop_requests.requested(tmp_path) is None, "nohup means it"
-
-
-def test_a_process_that_leaves_hears_nothing(tmp_path: Path) -> None:
     stop_requests.install()
     stop_requests.ignore()
     for number in stop_requests.SIGNALS:
@@ -83,7 +77,7 @@ def test_a_process_that_leaves_hears_nothing(tmp_path: Path) -> None:
     assert stop_requests.requested(tmp_path) is None
 
 
-def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
+def test_a_file_asks_and_rank_0_alone_tells_that_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_requests.install()
     stop_requests.request(tmp_path, "`shardwise stop`")
     assert stop_requests.requested(tmp_path) == stop_requests.requested(str(tmp_path)) == "`shardwise stop`"
@@ -93,9 +87,6 @@ def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
     stop_requests.clear(tmp_path)
     (tmp_path / "stop.json").touch()
     assert stop_requests.requested(tmp_path) == "stop.json", "`touch` asks too"
-
-
-def test_only_rank_0_of_a_launched_run_tells_that_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_requests.install()
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     for rank, told in (("1", False), ("0", True)):

@@ -19,9 +19,7 @@ class Layer:
         (["pin", "zzz"], "Layer does not take pin (leave it out) or zzz; it takes group and seed"),
     ],
 )
-def test_unknown_arguments_are_refused_in_one_sentence_with_what_replaces_each(
-    given: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_arguments_are_one_sentence(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARGUMENTS, "layers", {"pin": "leave it out", "groups": "give group="})
     with pytest.raises(ArgumentError) as raised:
         refuse_unknown(Layer, dict.fromkeys(given), ["seed"])

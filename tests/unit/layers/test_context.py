@@ -8,7 +8,7 @@ from tests.unit.layers.groups import pretend_group
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_token_is_on_one_rank_and_pairs_are_even(ranks: int) -> None:
+def test_each_token_is_on_one_rank_and_ranks_of_a_grain_have_neighbors(ranks: int) -> None:
     length = 4 * ranks
     tokens = torch.arange(length)
     pairs = set()
@@ -21,10 +21,6 @@ def test_each_token_is_on_one_rank_and_pairs_are_even(ranks: int) -> None:
         seen += own.tolist()
     assert sorted(seen) == tokens.tolist()
     assert len(pairs) == 1, "queries of all ranks see equally many keys"
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_of_a_grain_have_the_tokens_of_neighboring_ranks(ranks: int) -> None:
     tokens = torch.arange(16)
     in_order = torch.cat([chunks_of_rank(tokens, pretend_group(rank, 4)) for rank in range(4)])
     for rank, wanted in enumerate(in_order.chunk(ranks)):

@@ -34,7 +34,7 @@ def test_keeps_the_share_and_the_mean(mode: str, p: float) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_key_decides_whatever_ran_before(mode: str) -> None:
+def test_the_key_decides_whatever_ran_before_and_gradients_pass_through_the_mask(mode: str) -> None:
     layer = Dropout(0.5, layer=2, site=1)
     first = masked(layer, key(mode))
     torch.manual_seed(99)
@@ -50,29 +50,21 @@ def test_the_key_decides_whatever_ran_before(mode: str) -> None:
     for number, other in enumerate(others):
         agreeing = float((other == first).float().mean())
         assert abs(agreeing - 0.5) < 0.1, f"mask {number} is related to the first: they agree on {agreeing:.0%}"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gradient_passes_through_the_mask(mode: str) -> None:
     layer = Dropout(0.25, layer=0, site=1)
     x = torch.ones(S, B, H, requires_grad=True)
     assert layer(x, None) is x, "without a key nothing is dropped"
     y = layer(x, key(mode))
     y.sum().backward()
-    assert x.grad is not None
     assert torch.equal(x.grad, y.detach())
 
 
-def test_fast_masks_differ_between_shards_of_the_sequence_and_agree_between_copies() -> None:
+def test_masks_of_ranks_are_parts_of_one_mask_or_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [pretend_group(r, 2) for r in range(2)]
     shards = [masked(dropped(group, sequence_parallel_enabled=True), key()) for group in groups]
     copies = [masked(dropped(group), key()) for group in groups]
     assert torch.equal(*copies)
     assert abs(float((shards[0] == shards[1]).float().mean()) - 0.5) < 0.1
-
-
-def test_parts_of_the_width_are_parts_of_one_mask_or_differ() -> None:
-    """As the input of a row-parallel layer is cut: `invariant` masks are columns of the whole, `fast` ones differ."""
+    # As the input of a row-parallel layer is cut: `invariant` masks are columns of the whole, `fast` ones differ.
     whole = masked(dropped(), key("invariant"))
     cut = [dropped(pretend_group(r, 4), input_is_parallel=True) for r in range(4)]
     columns = [masked(layer, key("invariant"), width=H // 4) for layer in cut]
@@ -81,10 +73,7 @@ def test_parts_of_the_width_are_parts_of_one_mask_or_differ() -> None:
     assert abs(float((fast[0] == fast[1]).float().mean()) - 0.5) < 0.2, "two ranks draw related masks"
     with pytest.raises(ValueError, match="must not both be true: one dim is cut"):
         dropped(sequence_parallel_enabled=True, input_is_parallel=True)
-
-
-def test_invariant_masks_are_parts_of_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By sequence shards, by samples and by what is hashed at once: each draws its part of the whole."""
+    # By sequence shards, by samples and by what is hashed at once: each draws its part of the whole.
     whole = masked(dropped(), key("invariant"))
     cut = [dropped(pretend_group(r, 4), sequence_parallel_enabled=True) for r in range(4)]
     shards = [masked(layer, key("invariant"), S // 4) for layer in cut]

@@ -90,21 +90,13 @@ def test_grouped_products_compute_the_same(case: str) -> None:
         assert (gradient - same).abs().max() <= 2e-6 * same.abs().max()
 
 
-def test_of_equal_scores_the_first_experts_are_chosen() -> None:
+def test_what_the_router_chooses() -> None:
     """And those of the groups with the best two scores: here the second has the best expert, the first the pair."""
     scores = torch.tensor([[0.5, 1.0, 1.0, 1.0], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.5, 0.5]])
     assert choose(Routing(N, 2), scores).tolist() == [[1, 2], [0, 1], [0, 2]]
     routing = Routing(6, 2, groups=3, chosen_groups=1)
     assert choose(routing, torch.tensor([[0.6, 0.5, 0.9, 0.0, 0.1, 0.1]])).tolist() == [[0, 1]]
-
-
-def layer(routing: Routing, **options: Any) -> Experts:
-    return Experts(H, WIDTH, routing, group=Group(), seed=1, name="mlp", **options)
-
-
-def test_a_bias_decides_on_the_choice_and_not_on_the_weights() -> None:
     experts = layer(Routing(N, 1, scores="sigmoid", normalized=False, has_bias=True))
-    assert experts.router.bias is not None
     assert not experts.router.bias.requires_grad
     x = torch.randn(T, H)
     scores = torch.sigmoid(x @ experts.router.weight.t())
@@ -113,10 +105,7 @@ def test_a_bias_decides_on_the_choice_and_not_on_the_weights() -> None:
     weights, chosen, *_ = experts.router(x)
     assert chosen.flatten().tolist() == [2] * T
     torch.testing.assert_close(weights[:, 0], scores[:, 2])
-
-
-def test_the_router_computes_in_float32() -> None:
-    """Two experts whose logits are equal in bfloat16."""
+    # Two experts whose logits are equal in bfloat16.
     experts = layer(Routing(2, 1), dtype=torch.bfloat16)
     with torch.no_grad():
         experts.router.weight.zero_()
@@ -125,6 +114,10 @@ def test_the_router_computes_in_float32() -> None:
     x = torch.zeros(1, H, dtype=torch.bfloat16)
     x[0, :2] = 1.0
     assert experts.router(x)[1].item() == 1
+
+
+def layer(routing: Routing, **options: Any) -> Experts:
+    return Experts(H, WIDTH, routing, group=Group(), seed=1, name="mlp", **options)
 
 
 def balanced(scaler: torch.amp.GradScaler | None) -> Experts:
@@ -139,8 +132,6 @@ def test_a_scaler_scales_the_gradients_of_objectives_as_those_of_the_loss() -> N
     plain(x).square().mean().backward()
     scaler.scale(scaled(x).square().mean()).backward()
     for found, wanted in zip(scaled.parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
-        assert wanted.grad is not None
         assert torch.equal(found.grad, 2.0**10 * wanted.grad)
     optimizer = ZeroRedundancyOptimizer(scaled.parameters(), torch.optim.SGD, lr=0.1)
     before = scaled.router.weight.detach().clone()

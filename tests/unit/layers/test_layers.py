@@ -33,7 +33,6 @@ from tests.unit.layers.groups import pretend_group
 from tests.unit.layers.makers import MAKERS
 
 FOUR = pretend_group(1, 4)
-
 REFUSED: dict[str, Callable[[], object]] = {
     r"output size \(10\) .* size \(4\)": lambda: MergedColumnParallelLinear(8, (8, 10), group=FOUR, names=("a", "b")),
     r"input size \(10\) .* size \(4\)": lambda: RowParallelLinear(10, 8, group=FOUR),
@@ -59,22 +58,16 @@ def test_sizes_that_cannot_be_cut_are_refused(message: str) -> None:
         REFUSED[message]()
 
 
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead, RMSNorm])
-def test_a_seed_needs_a_name(kind: Any) -> None:
-    with pytest.raises(ValueError, match="a layer with a seed needs a name: its weights are drawn from"):
-        MAKERS[kind](seed=1)
-
-
-def test_without_a_seed_torchs_generator_decides() -> None:
+def test_alone_layers_are_torchs_and_a_seed_needs_a_name() -> None:
+    for kind in [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead, RMSNorm]:
+        with pytest.raises(ValueError, match="a layer with a seed needs a name: its weights are drawn from"):
+            MAKERS[kind](seed=1)
     torch.manual_seed(3)
     first, second = ColumnParallelLinear(4, 6), ColumnParallelLinear(4, 6)
     torch.manual_seed(3)
     again = ColumnParallelLinear(4, 6)
     assert torch.equal(first.weight, again.weight), "torch.manual_seed does not decide the weights"
     assert not torch.equal(first.weight, second.weight), "two layers without names drew the same weights"
-
-
-def test_alone_layers_are_torchs() -> None:
     x = torch.randn(5, 2, 8)
     column, row = ColumnParallelLinear(8, 6), RowParallelLinear(8, 6)
     for layer in (column, row):
@@ -84,13 +77,12 @@ def test_alone_layers_are_torchs() -> None:
     table = ParallelEmbedding(4, 8, 2)
     assert torch.equal(table(ids), F.embedding(ids, table.weight))
     table(ids).sum().backward()
-    assert table.weight.grad is not None
     assert table.weight.grad.abs().sum(dim=1).tolist() == [8, 8, 0, 8], "the padding row must receive no gradient"
     with pytest.raises(IndexError):
         table(torch.tensor([[4]]))
 
 
-def test_arguments_come_in_the_tutorials_order() -> None:
+def test_arguments_of_the_tutorials_are_taken_and_of_other_libraries_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     column, row = (kind(8, 12, False, True) for kind in (ColumnParallelLinear, RowParallelLinear))
     assert column.weight.shape == row.weight.shape == (12, 8)
     assert column.bias is row.bias is None
@@ -100,6 +92,17 @@ def test_arguments_come_in_the_tutorials_order() -> None:
     assert LayerNorm(4, 0.5).eps == RMSNorm(4, 0.5).eps == 0.5
     merged = MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
     assert "8 -> [1, 2] of Group(tp 1/4)" in repr(merged)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
+    foreign: dict[str, Any] = {"init_method": nn.init.ones_, "stride": 1}
+    told = r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
+    with pytest.raises(ArgumentError, match=told):
+        ColumnParallelLinear(4, 8, **foreign)
+    loss_arguments: dict[str, Any] = {"tp_group": object()}
+    with pytest.raises(ArgumentError, match=r"parallel_cross_entropy does not take tp_group \(give group=\)"):
+        parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **loss_arguments)
+    unknown: dict[str, Any] = {"zzz": 1}
+    with pytest.raises(ArgumentError, match=r"RMSNorm does not take zzz; it takes normalized_shape, eps, .* and seed$"):
+        RMSNorm(4, **unknown)
 
 
 IDS = torch.zeros(2, 1, dtype=torch.int64)
@@ -115,9 +118,7 @@ WITHOUT_GROUP |= {
 
 
 @pytest.mark.parametrize("owner", WITHOUT_GROUP)
-def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
-    owner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_group_in_a_job_of_several_ranks_one_is_warned(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.layers.arguments._warned", [])
     make = WITHOUT_GROUP[owner]
     make(group=None)  # alone: nothing to share
@@ -136,20 +137,6 @@ def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
     for make in WITHOUT_GROUP.values():
         with pytest.raises(ArgumentError, match=r"group \(.*\) must be the ranks of one axis: .*mesh\.tp of Mesh"):
             make(group=given)
-
-
-def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
-    foreign: dict[str, Any] = {"init_method": nn.init.ones_, "stride": 1}
-    told = r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
-    with pytest.raises(ArgumentError, match=told):
-        ColumnParallelLinear(4, 8, **foreign)
-    loss_arguments: dict[str, Any] = {"tp_group": object()}
-    with pytest.raises(ArgumentError, match=r"parallel_cross_entropy does not take tp_group \(give group=\)"):
-        parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **loss_arguments)
-    unknown: dict[str, Any] = {"zzz": 1}
-    with pytest.raises(ArgumentError, match=r"RMSNorm does not take zzz; it takes normalized_shape, eps, .* and seed$"):
-        RMSNorm(4, **unknown)
 
 
 @pytest.mark.parametrize("shape", [(4,), [4], torch.Size([4])])
@@ -200,14 +187,20 @@ def test_a_gated_activation_has_the_bits_of_single_operations(dtype: torch.dtype
     assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)))
 
 
-def test_gated_activations_and_rotary_positions_have_second_derivatives() -> None:
+def test_second_derivatives_and_graphs_with_dropped_results() -> None:
     x = torch.randn(3, 2, 2, 8, dtype=torch.float64).requires_grad_()
     cos, sin = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64)
     for function in (partial(gated, act="silu"), partial(gated, act="gelu_tanh"), partial(rotate, cos=cos, sin=sin)):
         assert torch.autograd.gradgradcheck(function, x)
+    # A schedule that splits backward passes never frees the part that is used by the first half alone.
+    x = torch.randn(4, 8, requires_grad=True)
+    y = compose(torch.exp, torch.sin, x, drops=True)  # the exponential saves its own output
+    held = weakref.ref(y)
+    del y
+    assert held() is None
 
 
-def test_a_product_that_owns_its_input_overwrites_it_unless_the_graph_is_kept() -> None:
+def test_products_overwrite_inputs_that_they_own_and_add_to_gradients() -> None:
     torch.manual_seed(0)
     layer = RowParallelLinear(6, 8, bias=False, input_is_parallel=True, group=Group(), dtype=torch.bfloat16)
     let_products_add([layer.weight])
@@ -221,10 +214,7 @@ def test_a_product_that_owns_its_input_overwrites_it_unless_the_graph_is_kept() 
         assert torch.equal(torch.autograd.grad(y, x, retain_graph=keeps)[0], wanted)
         assert torch.equal(product.detach(), before) == keeps
     assert torch.equal(product.detach(), wanted)
-
-
-def test_products_add_to_a_gradient_where_there_is_one() -> None:
-    """And without it, or with one of another dtype, autograd adds."""
+    # And without it, or with one of another dtype, autograd adds.
     layer = ColumnParallelLinear(8, 6, group=Group(), dtype=torch.bfloat16)
     x = torch.randn(4, 2, 8).bfloat16().requires_grad_()
     bias = cast(nn.Parameter, layer.bias)
@@ -243,12 +233,3 @@ def test_products_add_to_a_gradient_where_there_is_one() -> None:
         found = x.grad, layer.weight.grad, bias.grad
         assert all(map(torch.equal, found, (wanted[0], 2 * wanted[1].to(dtype), wanted[2])))
         assert len(hooks) == 2
-
-
-def test_a_graph_with_dropped_results_is_freed_without_a_backward_pass() -> None:
-    """A schedule that splits backward passes never frees the part that is used by the first half alone."""
-    x = torch.randn(4, 8, requires_grad=True)
-    y = compose(torch.exp, torch.sin, x, drops=True)  # the exponential saves its own output
-    held = weakref.ref(y)
-    del y
-    assert held() is None

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.distributed.collectives import tree_sum
 from shardwise.distributed.mesh import Group
@@ -126,7 +127,7 @@ def test_a_form_with_other_bits_is_not_used(case: str) -> None:
     assert bits_equal(part_products._in_faster_form(faster, exact, 2, x), exact(2, x))
 
 
-def test_a_form_with_equal_bits_is_used() -> None:
+def test_a_form_with_equal_bits_is_used_and_none_is_tried_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def exact(_count: int, x: Tensor) -> Tensor:
         calls.append("exact")
         return x + x
@@ -140,10 +141,7 @@ def test_a_form_with_equal_bits_is_used() -> None:
     calls.clear()
     part_products._in_faster_form(faster, exact, 1, random(1, 8))
     assert calls == ["faster"]
-
-
-def test_without_gradients_no_form_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts have any number of tokens: each would cost a trial, and its result is kept."""
+    # Prompts have any number of tokens: each would cost a trial, and its result is kept.
     results: dict[Any, bool] = {}
     monkeypatch.setattr(part_products, "_has_equal_bits", results)
     group = Group(grain=2)
@@ -189,7 +187,6 @@ def test_activations_do_not_depend_on_the_width(
         x = x.detach().requires_grad_()
         y = activate_by_part(x, ACTIVATIONS[name], count)
         y.backward(dy)
-        assert x.grad is not None
         return y.detach(), x.grad
 
     x, dy = torch.randn(2, 50 if threads == 1 else 5, tokens, 2 * width).unbind()
@@ -220,3 +217,27 @@ def test_products_of_heads_do_not_depend_on_their_number(grain: int, dtype: torc
         parts = [results(q_half.contiguous(), *half, grain // 2) for q_half, *half in halves]
         for number, tensor in enumerate(whole):
             assert torch.equal(torch.cat([part[number] for part in parts], 1), tensor)
+
+
+def test_a_product_of_heads_never_sees_the_heads_of_another_part() -> None:
+    """Their number and the strides decide the kernel, which shows in the bits of few numbers, and not on every CPU."""
+
+    class Operands(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operator is torch.ops.aten.bmm.default:
+                seen.append([(*x.shape, x.is_contiguous()) for x in args])
+            return operator(*args, **kwargs or {})
+
+    seen: list[list[tuple[int, ...]]] = []
+    q, k = (random(seed, 16, 2, 8, 5).permute(1, 2, 0, 3).requires_grad_() for seed in (1, 2))
+    with Operands():
+        head_products(q, k.transpose(-1, -2), 4).sum().backward()
+    scores, q_gradient, k_gradient = (
+        [shapes] * 4
+        for shapes in (
+            [(4, 16, 5, True), (4, 5, 16, True)],
+            [(4, 16, 16, True), (4, 16, 5, True)],
+            [(4, 5, 16, True), (4, 16, 16, True)],
+        )
+    )
+    assert seen == [*scores, *q_gradient, *k_gradient], "batch 2, 8 heads in 4 parts: 4 matrices at once"

@@ -28,7 +28,6 @@ PLAIN = """
         super().__init__()
         self.layer = nn.Linear(3, width)
 """
-
 Write = Callable[..., str]
 
 

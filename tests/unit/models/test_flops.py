@@ -18,13 +18,17 @@ BERT_LARGE = BertConfig(
 )  # fmt: skip
 
 
-def test_matmuls_and_causal_attention() -> None:
+def test_matmuls_and_attention() -> None:
     matmuls = 6 * 6_607_077_376
     # Forward a token takes 2·q·S for the scores and 2·q·S for the sum of values; backward twice that; half is masked.
     attention = 3 * (2 + 2) * 4096 * 4096 * 32 / 2
     assert matmul_parameter_count(LLAMA2_7B) == 6_607_077_376
     assert flops_per_token(LLAMA2_7B, 4096) == matmuls + attention
     assert flops_per_token(LLAMA2_7B, 4096, count_masked=True) == matmuls + 2 * attention
+    layers, attention = 24 * 12 * 1024**2, 12 * 24 * 1024 * 128
+    masked, once = (30522 + 1024) * 1024, (1024 + 2) * 1024
+    assert flops_per_token(BERT_LARGE, 128, 20) == 6 * (layers + masked * 20 / 128 + once / 128) + attention
+    assert flops_per_token(BERT_LARGE, 128) == flops_per_token(BERT_LARGE, 128, 20)  # ⌈0.15 · 128⌉
 
 
 @pytest.mark.parametrize("window", [1024, 8192])
@@ -43,22 +47,12 @@ def test_a_window_of_w_tokens_leaves_w_times_s_less_half_w(window: int) -> None:
     assert flops_per_token(model, 4096) == pytest.approx(6 * 6_607_077_376 + attention)
 
 
-def test_bert_attends_to_all_tokens_and_predicts_few() -> None:
-    layers, attention = 24 * 12 * 1024**2, 12 * 24 * 1024 * 128
-    masked, once = (30522 + 1024) * 1024, (1024 + 2) * 1024
-    assert flops_per_token(BERT_LARGE, 128, 20) == 6 * (layers + masked * 20 / 128 + once / 128) + attention
-    assert flops_per_token(BERT_LARGE, 128) == flops_per_token(BERT_LARGE, 128, 20)  # ⌈0.15 · 128⌉
-
-
-def test_recompute_repeats_the_forward_pass() -> None:
+def test_recompute_and_utilization() -> None:
     core, blocks = 4 * 32 * 4096 * 2048, 2 * (6_607_077_376 - 32000 * 4096)
     for fused in (False, True):
         assert recomputed_flops_per_token(LLAMA2_7B, 4096, "none", fused_attention=fused) == 0
         assert recomputed_flops_per_token(LLAMA2_7B, 4096, "selective", fused_attention=fused) == (0 if fused else core)
         assert recomputed_flops_per_token(LLAMA2_7B, 4096, "full", fused_attention=fused) == core + blocks
-
-
-def test_utilization_is_a_share_of_all_ranks_peak_and_never_invented() -> None:
     assert model_flops_utilization(1e9, 4000.0, 8, 1e12) == pytest.approx(0.5)
     assert model_flops_utilization(1e9, 4000.0, 8, None) is None
     assert model_flops_utilization(flops_per_token(OWN.model, 128), 4000.0, 8, 1e12) is None

@@ -57,8 +57,6 @@ def test_blocks_and_the_dense_mask_are_those_of_the_definition(length: int, wind
 
 
 def check_blocks(mask: BlocksMask, b: int, seen_QL: Tensor, *, is_tight: bool) -> None:
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_indices is not None
     rows, keys = (torch.arange(size) for size in seen_QL.shape)
     found = mask.mask_mod(torch.tensor(b), torch.tensor(0), rows[:, None], keys)
     assert torch.equal(found, seen_QL)
@@ -129,7 +127,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).detach().abs().max() / expected.detach().abs().max())
 
 
-def test_the_operator_is_one_of_torchs_and_a_graph_takes_other_documents() -> None:
+def test_the_operator_is_one_of_torchs_and_has_the_bits_of_its_kernel() -> None:
     define_attention_by_pieces()
     numbers = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(37, 2, heads, 8, generator=numbers).requires_grad_() for heads in (4, 2, 2))
@@ -148,9 +146,6 @@ def test_the_operator_is_one_of_torchs_and_a_graph_takes_other_documents() -> No
         with torch.compiler.set_stance("default" if number == 0 else "fail_on_recompile"):
             y = compiled(q, mask)
         assert torch.equal(y, attend(q, mask))
-
-
-def test_a_document_has_the_bits_of_one_call_of_the_kernel() -> None:
     define_attention_by_pieces()
     numbers = torch.Generator().manual_seed(0)
     inputs = [torch.randn(90, 2, 4, 8, generator=numbers, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
@@ -204,9 +199,7 @@ def test_the_form_of_a_mask(mask: AttentionMask, device: str, choices: dict[str,
         ([[*range(300)], [*range(0, 300, 2)]], (450, 2), 256),
     ],
 )
-def test_a_kernel_for_documents_is_told_where_each_begins(
-    firsts: list[list[int]], sizes: tuple[int, int], rows: int
-) -> None:
+def test_a_kernel_is_told_where_documents_begin(firsts: list[list[int]], sizes: tuple[int, int], rows: int) -> None:
     starts_SB = starts(300, firsts)
     found = DocumentSizes.of(starts_SB.numpy())
     assert found == sizes

@@ -12,8 +12,6 @@ from shardwise.distributed.torch_private import fake_tensors
 from shardwise.models.user_model import check_user_model
 from tests.unit.models.own_classes import PLAIN, Write, build, config, problem, problems, unbuildable
 
-# ---- where it is looked for
-
 
 @pytest.mark.parametrize("path", ["mine.py", "package/mine.py", "some/package/mine.py"])
 def test_it_is_found_in_the_current_directory(path: str, write: Write, tmp_path: Path) -> None:
@@ -40,9 +38,6 @@ def test_a_class_that_cannot_be_found(family: str, head: str | None, said: str, 
     if head is not None:
         write("", "", head=head, path="failing.py")
     assert re.search(rf"model\.family \({family}\).*{said}", problem(config(family)))
-
-
-# ---- what it is given
 
 
 def constructor(arguments: str, *lines: str) -> str:
@@ -85,9 +80,6 @@ def test_a_model_without_data_is_converted(write: Write) -> None:
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert len(list(model.parameters())) == 3
     assert model.get_buffer("places").dtype == torch.int64
-
-
-# ---- what is said of one that cannot be trained
 
 
 def test_keys_that_nobody_takes_and_keys_that_are_missing(write: Write) -> None:

@@ -6,31 +6,16 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
+from tests.rows import rows_of
 from tests.unit.layers.groups import pretend_group
 from tests.unit.models.own_classes import Write, build, config, unbuildable
+
+ROWS = rows_of(__file__)
 
 
 @pytest.mark.parametrize(
     ("layers", "said"),
-    [
-        # Two ranks would train their own `nn.Linear` on their own gradients, and nobody would see it.
-        (
-            "self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))",
-            "needs layers of shardwise, or shardwise.make_parameter, for layers.0.weight, layers.0.bias, "
-            "layers.1.weight, layers.1.bias and 2 more: nothing says which part of them a rank holds",
-        ),
-        (
-            "self.drop = nn.ModuleList(nn.Dropout(p) for p in (0.1, 0.0, 0.2))",
-            "needs shardwise.Dropout in place of torch.nn.Dropout for drop.0 and drop.2, which would drop the same "
-            "elements of each rank's part",
-        ),
-        # It would train, and no checkpoint of it could be saved.
-        (
-            "self.norm = sw.RMSNorm(3)",
-            "needs group=group, which the constructor is given, in the layers of norm.weight: they were made without "
-            "it",
-        ),
-    ],
+    ROWS["uncut"],
 )
 def test_under_tensor_parallelism_all_modules_must_be_cut(layers: str, said: str, write: Write) -> None:
     family = write(f"""
@@ -86,21 +71,7 @@ def test_dropout_without_its_key_or_a_place_of_its_own_is_refused(write: Write) 
 
 @pytest.mark.parametrize(
     ("layers", "said"),
-    [
-        (
-            "self.a, self.b = (sw.ColumnParallelLinear(3, 3, name='a') for _ in range(2))",
-            "several parameters have the name a.weight and a.bias: give",
-        ),
-        (
-            "self.table = nn.Parameter(torch.arange(3), requires_grad=False)",
-            "the dtype of table (int64) must be float64, float32, float16 or bfloat16",
-        ),
-        (
-            "self.norm = nn.BatchNorm1d(4)",
-            "a checkpoint holds parameters only, and norm.running_mean, norm.running_var and norm.num_batches_tracked "
-            "would be lost",
-        ),
-    ],
+    ROWS["unheld"],
 )
 def test_what_no_checkpoint_could_hold_is_refused(layers: str, said: str, write: Write) -> None:
     family = write(f"""

@@ -85,8 +85,6 @@ class ReadsData(Attending):
 
 
 ATTENDING = f"{__name__}:Attending"
-
-
 Plain = batch_first(plain.Decoder)
 FAMILIES = {"plain": f"{__name__}:Plain", "sharded": "examples.own_model.sharded:Decoder"}
 
@@ -104,26 +102,22 @@ def test_flops_and_bytes_are_those_of_the_formula(family: str) -> None:
     # The Llama that is like it has its size.
     assert parameter_count(shapes.like) == pytest.approx(shapes.parameters, rel=0.01)
     memory = expected_memory(config.model_copy(update={"model": shapes.like}), Layout(1), False)
-    assert memory is not None
     assert memory.parameters == pytest.approx(4 * shapes.parameters, rel=1e-5), "as a run counts them"
     assert memory.activations + memory.loss == pytest.approx(shapes.saved_bytes, rel=0.3)
 
 
-def test_grouped_products_are_counted() -> None:
+def test_grouped_products_and_convolutions_are_counted() -> None:
     """torch 2.13 counts none of them (findings/torch-grouped-mm-autocast-and-flops.sh)."""
     assert own_shapes(config_of(f"{__name__}:Sparse")).token_flops == 6 * (H * H + H * V)
+    # torch 2.13 does not divide a weight's gradient (findings/torch-flop-counter-grouped-convolutions.sh).
+    for groups, accelerator in [(4, False), (H, True)]:
+        for transposed, length in (False, S + 3), (True, S):
+            keys = {"groups": groups, "transposed": transposed}
+            shapes = own_shapes(config_of(f"{__name__}:Depthwise", **keys), accelerator)
+            assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
 
 
-@pytest.mark.parametrize(("groups", "accelerator"), [(4, False), (H, True)])
-def test_convolutions_have_the_flops_of_their_groups(groups: int, accelerator: bool) -> None:
-    """torch 2.13 does not divide a weight's gradient (findings/torch-flop-counter-grouped-convolutions.sh)."""
-    for transposed, length in (False, S + 3), (True, S):
-        keys = {"groups": groups, "transposed": transposed}
-        shapes = own_shapes(config_of(f"{__name__}:Depthwise", **keys), accelerator)
-        assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
-
-
-def test_the_bytes_are_those_of_a_real_forward_pass() -> None:
+def test_bytes_of_a_real_forward_pass_and_of_one_that_reads_its_data() -> None:
     config = config_of(ATTENDING, width=128, layers=3)
     shapes = own_shapes(config)
     model = build_user_model(config, Group(), sequence_parallel=False)
@@ -140,9 +134,6 @@ def test_the_bytes_are_those_of_a_real_forward_pass() -> None:
         model(ids, ids)
     real = sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
     assert shapes.saved_bytes == pytest.approx(real, rel=0.02)
-
-
-def test_a_forward_that_reads_its_data_is_told_and_trains_all_the_same() -> None:
     config = config_of(f"{__name__}:ReadsData")
     told = r"ReadsData\): forward must work on tensors without data"
     with pytest.raises(ConfigError, match=told):

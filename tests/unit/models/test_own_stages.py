@@ -33,7 +33,7 @@ NamelessStages = pipelined(plain.Decoder, "embeddings", "blocks")
 PlainDecoder = plain.Decoder
 
 
-def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
+def test_a_stage_has_its_blocks_and_a_class_without_any_is_told() -> None:
     chosen = config("tests.dist.own_blocks:Plain", PIPELINE, **SIZES)
     whole = dict(build(chosen).named_parameters())
     first = dict(build(chosen, part=ModelPart(range(2), True, False)).named_parameters())
@@ -42,6 +42,9 @@ def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
     assert not first.keys() & last.keys()
     assert {"embedding.weight", "blocks.1.mlp.up.bias"} <= first.keys()
     assert {"head.weight", "norm.weight", "blocks.2.mlp.up.bias"} <= last.keys()
+    family = f"{__name__}:PlainDecoder"
+    said = problem(config(family, PIPELINE, **SIZES))
+    assert said.startswith(f"parallel.pipeline (2) must be 1 with {family}, which names no blocks: `Trained = shard")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +60,3 @@ def test_what_cannot_be_cut_is_named(name: str, said: str) -> None:
     chosen = config(f"{__name__}:{name}", PIPELINE, **SIZES)
     with pytest.raises(ConfigError, match=rf"model.family \({__name__}:{name}\): {said}"):
         build(chosen, part=ModelPart(range(2), True, False))
-
-
-def test_a_class_without_blocks_is_told_what_names_them() -> None:
-    family = f"{__name__}:PlainDecoder"
-    said = problem(config(family, PIPELINE, **SIZES))
-    assert said.startswith(f"parallel.pipeline (2) must be 1 with {family}, which names no blocks: `Trained = shard")

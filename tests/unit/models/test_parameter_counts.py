@@ -17,66 +17,27 @@ from shardwise.models.parameter_counts import (
     matmul_parameter_count,
     parameter_count,
 )
+from tests.rows import rows_of
 from tests.sweeps import few
 from tests.unit.estimates.families import MODELS, family, make_config, meta_model, section
 
-
-def sizes(family: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> Any:
-    """A `model` section."""
-    return {
-        "family": family,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **more,
-    }
+ROWS = rows_of(__file__)
+KEYS = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def gpt(hidden: int, layers: int, heads: int) -> Any:
-    return {"family": "gpt", "vocab_size": 50257, "n_embd": hidden, "n_layer": layers, "n_head": heads}
-
-
-LLAMA2_7B = sizes("llama", 32000, 4096, 11008, 32, 32)
-GPT2_XL = gpt(1600, 48, 25)
-BERT_LARGE = sizes("bert", 30522, 1024, 4096, 24, 16)
-PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "Llama-2 7B": (LLAMA2_7B, 6_738_415_616),
-    "Llama-3 8B": (sizes("llama", 128256, 4096, 14336, 32, 32, num_key_value_heads=8), 8_030_261_248),
-    "Llama-3.2 1B": (
-        sizes("llama", 128256, 2048, 8192, 16, 32, num_key_value_heads=8, tie_word_embeddings=True),
-        1_235_814_400,
-    ),
-    "Mistral 7B": (sizes("mistral", 32768, 4096, 14336, 32, 32, num_key_value_heads=8), 7_248_023_552),
-    "Qwen2.5 7B": (sizes("qwen2", 152064, 3584, 18944, 28, 28, num_key_value_heads=4), 7_615_616_512),
-    "Qwen3 0.6B": (
-        sizes("qwen3", 151936, 1024, 3072, 28, 16, num_key_value_heads=8, tie_word_embeddings=True),
-        596_049_920,
-    ),
-    "OLMo-2 7B": (sizes("olmo2", 100352, 4096, 11008, 32, 32), 7_298_617_344),
-    "OLMo-3, of the same shapes": (sizes("olmo3", 100352, 4096, 11008, 32, 32), 7_298_617_344),
-    "SmolLM3 3B": (sizes("smollm3", 128256, 2048, 11008, 36, 16, num_key_value_heads=4), 3_075_098_624),
-    "Gemma 3 1B": (
-        sizes("gemma3", 262144, 1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, sliding_window=512),
-        999_885_952,
-    ),
-    "GPT-2": (gpt(768, 12, 12), 124_439_808),
-    "GPT-2 XL": (GPT2_XL, 1_557_611_200),
-    "Pythia 6.9B": (sizes("gpt_neox", 50432, 4096, 16384, 32, 32), 6_857_302_016),
-    "GPT-NeoX 20B": (sizes("gpt_neox", 50432, 6144, 24576, 44, 64), 20_554_567_680),
-    "BERT-large": (BERT_LARGE, 336_226_108),
-}
+def published(name: str) -> dict[str, Any]:
+    """The `model` section of a published model."""
+    *sizes, others, _ = ROWS[name]
+    return {key: size for key, size in zip(KEYS, sizes, strict=True) if size is not None} | others
 
 
 def model(section: dict[str, Any], **changes: object) -> Any:
     return family(make_config(section | changes))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ROWS)
 def test_published_models(name: str) -> None:
-    published, count = PUBLISHED[name]
-    assert parameter_count(model(published)) == count
+    assert parameter_count(model(published(name))) == ROWS[name][-1]
 
 
 @pytest.mark.parametrize(
@@ -128,9 +89,9 @@ def test_parameters_are_the_models_in_its_order(name: str, tensor: int, sequence
 
 def test_the_head_is_multiplied_even_when_tied_and_tables_never() -> None:
     for tied in (False, True):
-        llama = model(LLAMA2_7B, tie_word_embeddings=tied)
+        llama = model(published("Llama-2 7B"), tie_word_embeddings=tied)
         assert matmul_parameter_count(llama) == 6_738_415_616 - 65 * 4096 - 32000 * 4096
         assert matmul_parameter_count(llama, "prediction") == 32000 * 4096
-    blocks = 48 * 12 * 1600**2
-    assert matmul_parameter_count(model(GPT2_XL)) == blocks + 50257 * 1600
-    assert matmul_parameter_count(model(GPT2_XL), "token") == blocks
+    blocks, gpt2_xl = 48 * 12 * 1600**2, model(published("GPT-2 XL"))
+    assert matmul_parameter_count(gpt2_xl) == blocks + 50257 * 1600
+    assert matmul_parameter_count(gpt2_xl, "token") == blocks

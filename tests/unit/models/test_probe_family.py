@@ -1,7 +1,5 @@
 """A decoder that differs by facts is one class in one table. Then every command knows it, and no other file changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar, Literal
 

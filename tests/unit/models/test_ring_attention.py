@@ -48,7 +48,7 @@ def rows_of(x: Tensor, rank: int) -> Tensor:
         *CASES_OF_BLOCKS,
     ],
 )
-def test_keys_that_come_rank_by_rank_give_attention_over_all(
+def test_attention_over_all_keys(
     form: str, window: int | None, has_documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_pieces, "SHORT", 16)

@@ -11,37 +11,16 @@ from shardwise.config import GPTNeoXConfig, LlamaConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.models.rotary import Rotary, RotateJoined, rotate
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 LONGEST = 64
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "max_position_embeddings": LONGEST,
 }  # fmt: skip
-SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.7 * i for i in range(8)]
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32}
-
-SCALINGS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 3.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
-    "yarn": {"rope_type": "yarn", "factor": 4.0},
-    "yarn at factor 1": {"rope_type": "yarn", "factor": 1.0},
-    "yarn, original context": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "yarn, betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 6.0, "beta_slow": 0.5},
-    "yarn, equal betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
-    "yarn, not truncated": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 6.0, "truncate": False},
-    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7},
-    "yarn, mscale": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.8, "mscale_all_dim": 0.3},
-    "yarn, mscale alone": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.8},
-    "longrope": LONGROPE,
-    "longrope, factor": {**LONGROPE, "factor": 3.0},
-    "longrope, factor 1": {**LONGROPE, "factor": 1.0},
-    "longrope, attention factor": {**LONGROPE, "attention_factor": 1.3},
-    "llama3": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 24},
-    "llama3, narrow": {**LLAMA3, "factor": 2.0, "high_freq_factor": 1.5, "original_max_position_embeddings": 60},
-}
+SCALINGS: dict[str, dict[str, Any] | None] = ROWS["scalings"]
 
 
 def modeling_llama() -> Any:
@@ -66,22 +45,7 @@ def test_tables_are_hugging_faces(name: str, length: int) -> None:
         assert torch.equal(found, wanted[0]), f"{what} is off by {float((found - wanted[0]).abs().max()):.1e}"
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0}
-# Fields of a config.json that transformers does not read, or reads before others.
-FILES: dict[str, dict[str, Any]] = {
-    "linear, original context": {"rope_scaling": {"type": "linear", "factor": 3.0, LENGTH: 16}},
-    "dynamic, original context": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5, LENGTH: 16}},
-    "default, original context": {"rope_scaling": {"rope_type": "default", LENGTH: 16, "factor": 8.0}},
-    "fields of other types": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "beta_fast": 8, "mscale": 0.5}},
-    "yarn, trained with it": {"rope_scaling": {**YARN, LENGTH: 16, "finetuned": True}},
-    "type null": {"rope_scaling": {"rope_type": "linear", "type": None, "factor": 3.0}},
-    "two types": {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 3.0}},
-    "length beside yarn": {"rope_scaling": {**YARN, LENGTH: 32}, LENGTH: 16},
-    "length beside longrope": {"rope_scaling": {**LONGROPE, "attention_factor": None}, LENGTH: 16},
-    "length beside dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5}, LENGTH: 16},
-    "length without scaling": {LENGTH: 16},
-    "yarn without length": {"rope_scaling": YARN},
-}
+FILES: dict[str, dict[str, Any]] = ROWS["files"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -96,7 +60,7 @@ def test_fault_10_fields_of_a_file_mean_what_they_mean_to_transformers(name: str
         assert torch.equal(found.view(length, -1), wanted), f"{length} positions"
 
 
-def test_fault_10_the_old_name_of_the_type_counts_where_the_new_one_is_null() -> None:
+def test_fault_10_old_names_and_parts_of_a_head_are_read_as_transformers_does() -> None:
     old, new = (
         {"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": kind, "type": "linear", "factor": 3.0}}
         for kind in (None, "linear")
@@ -104,9 +68,6 @@ def test_fault_10_the_old_name_of_the_type_counts_where_the_new_one_is_null() ->
     assert from_hugging_face(old, "config.json") == from_hugging_face(new, "config.json")
     scaling = {"rope_type": None, "type": "linear", "factor": 3.0}
     assert LlamaConfig(family="llama", **SIZES, rope_scaling=scaling).rope_scaling == SCALINGS["linear"]
-
-
-def test_fault_10_a_part_of_a_head_is_scaled_as_transformers_scales_it() -> None:
     scaling = {"rope_type": "dynamic", "type": None, "factor": 2.5, LENGTH: 16}
     file = {"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_scaling": scaling}
     ours = checked_model_section(from_hugging_face(file, "config.json"), "config.json")
@@ -134,7 +95,7 @@ def test_turning_and_its_gradient_are_hugging_faces() -> None:
     assert torch.equal(x.detach(), before), "x was turned in place"
 
 
-def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone() -> None:
+def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone_and_second_derivatives() -> None:
     torch.manual_seed(0)
     widths = (3, 2, 2)
     x = torch.randn(6, 2, 7, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -148,9 +109,6 @@ def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone() -> None:
     assert all(map(torch.equal, found, wanted))
     gradients = [torch.autograd.grad(parts, x, pull)[0] for parts in (found, wanted)]
     assert torch.equal(*gradients)
-
-
-def test_queries_and_keys_side_by_side_have_second_derivatives() -> None:
     x = torch.randn(2, 1, 4, 6, dtype=torch.float64, requires_grad=True)
     tables = torch.randn(2, 2, 1, 1, 2, dtype=torch.float64).unbind()
 

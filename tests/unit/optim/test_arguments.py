@@ -8,21 +8,17 @@ import torch
 
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.config.other_names import ARGUMENTS
+from tests.rows import rows_of
 from tests.unit.optim.net import make
+
+ROWS = rows_of(__file__)
 
 NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        (
-            {"sharding_groups": None, "lazy_init": False, "maxnorm": 1.0, "lr": 0.1},
-            "ZeroRedundancyOptimizer does not take sharding_groups (use group= or mesh=, the ranks that share the "
-            "state), lazy_init (leave it out: state is made at the first step) or maxnorm (did you mean max_norm?)",
-        ),
-        ({"zzz": 1}, "does not take zzz; it takes params, optimizer_class, optimizer_dtype, grad_clipping, max_norm,"),
-    ],
+    ROWS["unknown"],
 )
 def test_unknown_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:
@@ -30,7 +26,7 @@ def test_unknown_options_are_refused_by_name(given: dict[str, Any], message: str
     assert message in str(raised.value)
 
 
-def test_options_of_the_wrapped_class_are_its_own() -> None:
+def test_options_of_the_wrapped_class_are_its_own_and_what_replaces_others_is_taken() -> None:
     """Also where they have the name of a replaced one, or go through its `**options`."""
 
     class Own(torch.optim.SGD):
@@ -39,19 +35,7 @@ def test_options_of_the_wrapped_class_are_its_own() -> None:
             super().__init__(params, lr, **options)
 
     ZeroRedundancyOptimizer(make().parameters(), Own, clip_grad=2.0, pin_layout=False, momentum=0.9)
-
-
-def test_what_replaces_an_argument_is_taken() -> None:
     assert not NAMES & set(ARGUMENTS["optimizer"])
     for advice in ARGUMENTS["optimizer"].values():
         words = [word for word in advice.split() if "=" in word and not word.startswith("accumulate(")]
         assert {word.split("=")[0] for word in words} <= NAMES, advice
-
-
-def test_the_first_positional_arguments_are_those_of_torch_xla() -> None:
-    """None is torch_xla's default of optimizer_dtype."""
-    parameters = make().bfloat16().parameters()
-    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, None, True, 0.5, lr=0.1)
-    assert optimizer.defaults["lr"] == 0.1
-    assert (optimizer.grad_clipping, optimizer.max_norm) == (True, 0.5)
-    assert {bucket.master.dtype for bucket in optimizer.buckets} == {torch.float32}

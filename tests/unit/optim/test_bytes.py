@@ -79,8 +79,6 @@ def test_bytes_of_a_step_in_mixed_precision(compares: bool, most: int) -> None:
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::empty"}
 """Operators of Muon's iteration, whose time the planner computes apart, and memory that nothing moves."""
-
-
 MIXED = {"gradient_dtype": torch.float32}
 CASES: dict[str, tuple[str, dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = {
     "mixed": ("adamw", {"mode": "mixed"}, torch.optim.AdamW, {**MIXED, "fused": True}),

@@ -78,17 +78,12 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked() -> None:
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-# ---- gradients that change once their reduction has begun
-
-
 def clip(model: Net) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
 @pytest.mark.parametrize(("change", "what"), [(clip, "changed"), (set_to_none, "replaced")])
-def test_gradients_that_change_after_their_reduction_began_are_refused(
-    change: Callable[[Net], None], what: str
-) -> None:
+def test_gradients_that_change_after_their_reduction_are_refused(change: Callable[[Net], None], what: str) -> None:
     """Each rank would use others: with overlap a part of them is summed already."""
     match = (
         rf"gradients were {what} after their reduction .* began: clip them by optimizer\.clip_grad_norm_\(max_norm\)"

@@ -53,10 +53,31 @@ class Late(torch.optim.SGD):
         super().step()
 
 
+class Distance(torch.optim.SGD):
+    """Prodigy's way: a distance of 1e-6 grows by sums over all weights, so twelve steps hardly move a weight."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            everything = [p for p in group["params"] if p.grad is not None]
+            group["d"] = group.get("d", 1e-6) * (1 + float(sum(p.grad.abs().sum() for p in everything)) * 1e-6)
+            for p in everything:
+                p.sub_(p.grad.sign(), alpha=group["d"] * group["lr"])
+
+
+class NormMean(torch.optim.SGD):
+    """AdaNorm's way: a mean of gradients' norms in the state, which a later gradient with a small norm gets."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            mean = self.state[p].setdefault("mean", torch.zeros(1))
+            mean.lerp_(p.grad.norm(), 0.1)
+            p.grad = p.grad * max(1.0, float(mean / (2 * p.grad.norm())))
+        super().step()
+
+
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 REFUSED = ["LBFGS", "Adafactor", "SparseAdam"] + [name for name in ("Muon",) if hasattr(torch.optim, name)]
-
-
 OPTIONS: list[dict[str, Any]] = [{name: True} for name in ("fused", "foreach", "amsgrad", "maximize")]
 OPTIONS.append({"lr": torch.tensor(1e-3)})
 # It wants parameters on an accelerator, where the trial is not.
@@ -71,7 +92,8 @@ def test_elementwise_classes_pass(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer_class", [*(getattr(torch.optim, name) for name in REFUSED), Lamb, OneStepSize, Centralized, Late]
+    "optimizer_class",
+    [*(getattr(torch.optim, name) for name in REFUSED), Lamb, OneStepSize, Centralized, Late, Distance, NormMean],
 )
 def test_others_are_refused_by_name(optimizer_class: type[torch.optim.Optimizer]) -> None:
     model = nn.Linear(4, 4)
@@ -80,6 +102,16 @@ def test_others_are_refused_by_name(optimizer_class: type[torch.optim.Optimizer]
     with pytest.raises(ValueError, match=f"{optimizer_class.__name__} cannot be sharded.* as AdamW does, .*; {why}"):
         ZeroRedundancyOptimizer(model.parameters(), optimizer_class)
     assert model.weight.grad is None
+
+
+def test_a_class_that_evaluates_other_weights_is_refused() -> None:
+    """As schedule-free optimizers do, whose weights of steps are not those to evaluate."""
+
+    class Averaged(torch.optim.SGD):
+        def eval(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Averaged cannot be sharded: its eval\(\) gives the averaged weights that"):
+        ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), Averaged)
 
 
 def test_the_trial_does_not_touch_the_run() -> None:

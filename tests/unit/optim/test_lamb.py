@@ -80,9 +80,6 @@ def train_both(
         yield reference.ratios
 
 
-# ---- the algorithm
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_alone_it_is_the_papers_algorithm(dtype: torch.dtype, tolerance: float) -> None:
     plain, ours = make().to(dtype), make().to(dtype)
@@ -116,21 +113,18 @@ def test_fault_05_clipped_ratios_are_at_most_one(wrapped: bool) -> None:
     assert_close(ours, plain, 5e-6)
 
 
-def test_fault_05_the_key_reaches_the_optimizer() -> None:
-    for clipped in (False, True):
-        config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
-        chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
-        optimizer = chosen(make().parameters(), **options)
-        assert (type(optimizer), optimizer.trust_clip) == (LAMB, clipped)
-
-
-def test_without_decay_it_is_adam() -> None:
+def test_without_decay_it_is_adam_and_the_key_reaches_the_optimizer() -> None:
     plain = make()
     train(plain, torch.optim.Adam(plain.parameters(), lr=0.01, eps=1e-6))
     for build in (LAMB, wrap):
         ours = make()
         train(ours, build(ours.parameters(), lr=0.01, weight_decay=0.0))
         assert_close(ours, plain, 1e-6)
+    for clipped in (False, True):
+        config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
+        chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
+        optimizer = chosen(make().parameters(), **options)
+        assert (type(optimizer), optimizer.trust_clip) == (LAMB, clipped)
 
 
 @pytest.mark.parametrize("build", [LAMB, wrap])
@@ -143,9 +137,6 @@ def test_ratio_is_one_where_a_norm_is_zero(build: Any) -> None:
     optimizer.step()
     torch.testing.assert_close(zero, torch.tensor([-0.1, 0.1, -0.1]), rtol=1e-5, atol=0)
     assert torch.equal(still, torch.zeros(2))
-
-
-# ---- what a training script does with an optimizer
 
 
 # ---- what it refuses
@@ -165,14 +156,11 @@ class OwnStep(LAMB):
         super().step()
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_and_other_steps_are_refused() -> None:
     model = nn.Embedding(11, 4, sparse=True)
     model(batch(0)).square().sum().backward()
     with pytest.raises(RuntimeError, match="LAMB takes dense and real gradients: make embeddings with sparse=False"):
         LAMB(model.parameters()).step()
-
-
-def test_a_subclass_may_change_the_ratio_but_not_the_step() -> None:
     plain, ours, unbounded = make(), make(), make()
     train(plain, Bounded(plain.parameters(), lr=0.05))
     train(ours, sharded(ours, Bounded, lr=0.05, **PLAIN))

@@ -107,7 +107,6 @@ def test_the_documented_table_is_true() -> None:
     }
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     header = re.search(r"^\| rate of step \|(.*)\|$", text, re.MULTILINE)
-    assert header is not None
     steps = [int(cell) for cell in header[1].split("|")]
     for name, found in wanted.items():
         row = f"| {name} | " + " | ".join(f"{found[step - 1]:.4f}" for step in steps) + " |"
@@ -126,13 +125,32 @@ def test_wsd_is_that_of_transformers(shape: str, theirs: str, decay: int) -> Non
     assert found == pytest.approx(rates_of(scheduler, 41)[1:])
 
 
-def test_wsd_without_decay_is_constant_and_constant_steps_come_last() -> None:
+def test_wsd_and_points_are_any_curve() -> None:
     wsd = "optimizer.schedule=wsd"
     assert rates(with_keys(wsd, "optimizer.decay_steps=0")) == rates(with_keys("optimizer.schedule=constant"))
     found = rates(with_keys(wsd, "optimizer.decay_steps=9", "optimizer.constant_steps=5", "optimizer.min_lr=2e-4"))
     assert found[3:26] == [2e-3] * 23
     assert found[26:35] == pytest.approx([2e-3 - 1.8e-3 * step / 10 for step in range(1, 10)])
     assert found[35:] == [2e-4] * 5
+    points = "[{at: 2, factor: 0.5}, {at: 10, factor: 1}, {at: 20, factor: 1}, {at: 36, factor: 0.1, shape: sqrt}]"
+    found = rates(with_keys(*FREE, f"optimizer.points={points}"))
+    assert found[:2] == [1e-3] * 2, "before the first point"
+    assert found[5] == pytest.approx(1.5e-3), "halfway"
+    assert found[9:20] == [2e-3] * 11
+    assert found[23] == pytest.approx(2e-4 + 1.8e-3 * 0.5), "a quarter of the way, whose root is a half"
+    assert found[35:] == [2e-4] * 5, "after the last point"
+    cosine = "[{at: 0, factor: 0}, {at: 4, factor: 1}, {at: 41, factor: 0.1, shape: cosine}]"
+    wanted = rates(with_keys("optimizer.schedule=cosine", "optimizer.min_lr=2e-4"))
+    assert rates(with_keys(*FREE, f"optimizer.points={cosine}")) == wanted
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(optimizer:\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    recipe = parse_yaml(recipe_text("llama2-tiny"), "llama2-tiny")
+    recipe["optimizer"] = parse_yaml(block, "the page")["optimizer"]
+    recipe["train"]["steps"] = "11B"
+    config = config_from_sections(recipe)
+    step_tokens = config.train.global_batch * config.train.sequence_length
+    billions = {number: rate(config, round(number * 1e9 / step_tokens)) for number in (0.05, 1, 8, 8.5, 10, 11)}
+    assert billions == pytest.approx({0.05: 5e-4, 1: 1e-3, 8: 1e-3, 8.5: 5.5e-4, 10: 1e-4, 11: 1e-4}, rel=1e-3)
 
 
 def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
@@ -152,39 +170,12 @@ def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
 FREE = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
 
 
-def test_points_are_any_curve() -> None:
-    points = "[{at: 2, factor: 0.5}, {at: 10, factor: 1}, {at: 20, factor: 1}, {at: 36, factor: 0.1, shape: sqrt}]"
-    found = rates(with_keys(*FREE, f"optimizer.points={points}"))
-    assert found[:2] == [1e-3] * 2, "before the first point"
-    assert found[5] == pytest.approx(1.5e-3), "halfway"
-    assert found[9:20] == [2e-3] * 11
-    assert found[23] == pytest.approx(2e-4 + 1.8e-3 * 0.5), "a quarter of the way, whose root is a half"
-    assert found[35:] == [2e-4] * 5, "after the last point"
-    cosine = "[{at: 0, factor: 0}, {at: 4, factor: 1}, {at: 41, factor: 0.1, shape: cosine}]"
-    wanted = rates(with_keys("optimizer.schedule=cosine", "optimizer.min_lr=2e-4"))
-    assert rates(with_keys(*FREE, f"optimizer.points={cosine}")) == wanted
-
-
-def test_the_points_of_the_page_are_a_curve() -> None:
-    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```yaml\n(optimizer:\n.*?)^```", text, re.MULTILINE | re.DOTALL)
-    recipe = parse_yaml(recipe_text("llama2-tiny"), "llama2-tiny")
-    recipe["optimizer"] = parse_yaml(block, "the page")["optimizer"]
-    recipe["train"]["steps"] = "11B"
-    config = config_from_sections(recipe)
-    step_tokens = config.train.global_batch * config.train.sequence_length
-    billions = {number: rate(config, round(number * 1e9 / step_tokens)) for number in (0.05, 1, 8, 8.5, 10, 11)}
-    assert billions == pytest.approx({0.05: 5e-4, 1: 1e-3, 8: 1e-3, 8.5: 5.5e-4, 10: 1e-4, 11: 1e-4}, rel=1e-3)
-
-
 def inverse_root(settings: OptimizerConfig, steps: int, step: int) -> float:
     """The schedule of arXiv:1706.03762: the root of the warmup over the step."""
     return settings.lr * min(step / settings.warmup_steps, (settings.warmup_steps / step) ** 0.5)
 
 
-def test_a_new_schedule_is_a_function_and_a_record(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_schedule_is_a_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     record = LearningRateSpec("inverse_root", f"{__name__}:inverse_root", excludes=("min_lr",), reason="it has none")
     monkeypatch.setitem(LEARNING_RATES, record.name, record)
     keys = ["optimizer.schedule=inverse_root", "optimizer.warmup_steps=4", "optimizer.min_lr=0", "train.steps=16"]

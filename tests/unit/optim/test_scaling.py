@@ -16,7 +16,6 @@ def scaler() -> torch.amp.GradScaler:
 
 def flaw(model: Net, step: int) -> None:
     if step in FLAWED:
-        assert model.second.bias.grad is not None
         model.second.bias.grad[3] = float("inf")
 
 

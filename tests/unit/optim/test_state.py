@@ -157,18 +157,54 @@ def test_fault_01_weights_that_are_not_contiguous_are_restored(turns: bool, tmp_
                 restored[1].load_state_dict(saved[1].state_dict())
 
 
-@pytest.mark.parametrize(
-    ("changed", "lacking"), [(None, "state, param_groups, masters and layout"), ({"masters": ...}, "masters")]
-)
-def test_fault_22_what_is_no_state_of_the_optimizer_is_refused(changed: Any, lacking: str) -> None:
+class CountsInGroup(torch.optim.Optimizer):
+    """Adam as pytorch_optimizer and prodigyopt write it: the steps, and a largest rate, are in the parameter group."""
+
+    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "lr_max": float("-inf")})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr_max"] = max(group["lr_max"], group["lr"])
+            rate = group["lr_max"] / (1 - group["betas"][0] ** group["step"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                mean.lerp_(p.grad, 1 - group["betas"][0])
+                p.sub_(mean, alpha=rate)
+
+
+def test_numbers_that_a_class_keeps_in_its_groups_are_restored(tmp_path: Path) -> None:
+    """Into other buckets too, and saved again before a step; options that the class leaves alone are the new ones."""
+    model = make()
+    optimizer = sharded(model, CountsInGroup, lr=0.02, grad_clipping=False)
+    train(model, optimizer, 3)
+    save_checkpoint(tmp_path / "a", model, optimizer, step=3)
+    optimizer.param_groups[0]["lr"] = 0.01
+    for folder, following, bucket_mib in (("a", "b", 32), ("b", "c", 1e-5)):
+        restored = make(seed=1)
+        other = sharded(restored, CountsInGroup, bucket_mib=bucket_mib, grad_clipping=False)
+        load_checkpoint(tmp_path / folder, restored, other)
+        (group,) = other.param_groups
+        assert (group["step"], group["lr_max"], group["lr"]) == (3, 0.02, 0.01)
+        assert type(group["step"]) is int
+        save_checkpoint(tmp_path / following, restored, other, step=3)
+    train(model, optimizer, 3, 3)
+    train(restored, other, 3, 3)
+    assert_equal(restored, model)
+
+
+def test_fault_22_what_is_no_state_of_the_optimizer_is_refused() -> None:
     """In one sentence, and the optimizer is as it was."""
-    model = nn.Linear(3, 2, dtype=torch.bfloat16)
-    optimizer = sharded(model)
-    model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    before = optimizer.state_dict()
-    given = changed and {key: value for key, value in {**before, **changed}.items() if value is not ...}
-    told = f"must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks {lacking}: state of another optimizer"
-    with pytest.raises(ValueError, match=re.escape(f"{told} cannot be loaded")):
-        optimizer.load_state_dict(given)
-    assert str(optimizer.state_dict()) == str(before)
+    for changed, lacking in [(None, "state, param_groups, masters and layout"), ({"masters": ...}, "masters")]:
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        optimizer = sharded(model)
+        model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        before = optimizer.state_dict()
+        given = changed and {key: value for key, value in {**before, **changed}.items() if value is not ...}
+        told = f"must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks {lacking}: state of another"
+        with pytest.raises(ValueError, match=re.escape(f"{told} optimizer cannot be loaded")):
+            optimizer.load_state_dict(given)
+        assert str(optimizer.state_dict()) == str(before)

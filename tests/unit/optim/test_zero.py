@@ -12,9 +12,6 @@ from shardwise import ZeroRedundancyOptimizer
 from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, Net, Pair, assert_equal, batch, make, set_to_none, sharded, train
 
-# ---- the same training
-
-
 CLASSES = [
     ("AdamW", {"foreach": False}),
     ("AdamW", {"foreach": True, "amsgrad": True}),
@@ -51,27 +48,15 @@ def test_alone_each_stage_adds_up_micro_batches(stage: int) -> None:
     assert_equal(ours, plain)
 
 
-def test_norm_of_many_elements_is_exact() -> None:
+def test_norms_are_exact_and_read_parameters_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One float32 sum over so many squares is off by more than 1e-4 on the CPU."""
     weight = nn.Parameter(torch.ones(20_000_003))
     optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.0)
-    assert weight.grad is not None
     weight.grad.normal_(generator=torch.Generator().manual_seed(0))
     wanted = float(torch.linalg.vector_norm(weight.grad, dtype=torch.float64))
     gradient_norm, parameter_norm = (float(norm) for norm in optimizer.norms())
     assert gradient_norm == pytest.approx(wanted, rel=1e-6)
     assert parameter_norm == pytest.approx(20_000_003**0.5, rel=1e-6)
-
-
-def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=12, cycle_momentum=True)
-
-
-def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 0.9**s, lambda s: 1.0 / (1 + s)])
-
-
-def test_parameters_are_read_for_their_norm_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
     optimizer = sharded(model, torch.optim.SGD, lr=0.1)
     model(batch(0)).backward()
@@ -82,6 +67,14 @@ def test_parameters_are_read_for_their_norm_where_it_is_asked_for(monkeypatch: p
     parameters = [p for p in model.parameters() if p.requires_grad]
     norms = [float(norm) for norm in optimizer.norms()]
     assert norms == pytest.approx([gradient_norm / 2, float(nn.utils.get_total_norm(parameters))], rel=1e-5)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=12, cycle_momentum=True)
+
+
+def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 0.9**s, lambda s: 1.0 / (1 + s)])
 
 
 @pytest.mark.parametrize(("schedule", "wrapped"), [(one_cycle, torch.optim.SGD), (by_lambda, torch.optim.AdamW)])
@@ -103,7 +96,7 @@ def test_schedulers_drive_it(schedule: Callable[..., Any], wrapped: type[torch.o
     assert results[1][1:] == results[0][1:]
 
 
-def test_named_parameters_and_closure() -> None:
+def test_named_parameters_closures_and_groups_that_are_added() -> None:
     plain, ours = make(), make()
     reference = torch.optim.AdamW(plain.named_parameters())
     optimizer = ZeroRedundancyOptimizer(ours.named_parameters(), torch.optim.AdamW, **PLAIN)
@@ -123,9 +116,22 @@ def test_named_parameters_and_closure() -> None:
     state = optimizer.state_dict()
     assert state["param_groups"][0]["param_names"][0] == "scale"
     optimizer.load_state_dict(state)
-
-
-# ---- gradients, however they come
+    plain, ours = make(), make()
+    reference = torch.optim.AdamW(plain.first.parameters(), lr=0.01)
+    optimizer = sharded(ours.first, lr=0.01, **PLAIN)
+    train(plain, reference)
+    train(ours, optimizer)
+    for model, chosen in ((plain, reference), (ours, optimizer)):
+        model.zero_grad()
+        chosen.add_param_group({"params": model.second.parameters(), "lr": 0.05})
+        train(model, chosen, 5, 5)
+    assert_equal(ours, plain)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": ours.second.parameters()})
+    with pytest.raises(ValueError, match=r"dtype \(torch.complex64\) must be real: keep it as torch"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 2
+    train(ours, optimizer, 1, 10)
 
 
 def set_to_zero(model: nn.Module) -> None:
@@ -151,7 +157,7 @@ def test_gradients_that_the_user_cleared_or_replaced(clear: Callable[[nn.Module]
     pair.assert_equal()
 
 
-def test_sparse_gradients_train_as_dense_ones() -> None:
+def test_sparse_cleared_and_used_gradients() -> None:
     models = []
     for sparse in (False, True):
         torch.manual_seed(0)
@@ -162,9 +168,6 @@ def test_sparse_gradients_train_as_dense_ones() -> None:
             models[-1](batch(step)).square().sum().backward()
             optimizer.step()
     assert_equal(*models)
-
-
-def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
     ours = make()
     optimizer = sharded(ours, torch.optim.SGD, lr=0.1)
     before = [p.detach().clone() for p in ours.parameters()]
@@ -173,10 +176,7 @@ def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
         p.grad = None
     optimizer.step()
     assert all(torch.equal(p, was) for p, was in zip(ours.parameters(), before, strict=True))
-
-
-def test_step_uses_gradients_up() -> None:
-    """Without zero_grad nothing of the last step is left."""
+    # Without zero_grad nothing of the last step is left.
     pair = Pair()
     train(pair.plain, pair.reference)
     for step in range(5):
@@ -197,28 +197,6 @@ def test_backward_after_the_reduction_is_an_error() -> None:
     optimizer.zero_grad()
     model(batch(1)).backward()
     optimizer.step()
-
-
-# ---- parameters that change
-
-
-def test_param_group_added_during_training() -> None:
-    plain, ours = make(), make()
-    reference = torch.optim.AdamW(plain.first.parameters(), lr=0.01)
-    optimizer = sharded(ours.first, lr=0.01, **PLAIN)
-    train(plain, reference)
-    train(ours, optimizer)
-    for model, chosen in ((plain, reference), (ours, optimizer)):
-        model.zero_grad()
-        chosen.add_param_group({"params": model.second.parameters(), "lr": 0.05})
-        train(model, chosen, 5, 5)
-    assert_equal(ours, plain)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": ours.second.parameters()})
-    with pytest.raises(ValueError, match=r"dtype \(torch.complex64\) must be real: keep it as torch"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
-    assert len(optimizer.param_groups) == 2
-    train(ours, optimizer, 1, 10)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +221,3 @@ def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wan
     change(model)
     with pytest.raises(RuntimeError, match=wanted):
         train(model, optimizer, 1)
-
-
-# ---- saving

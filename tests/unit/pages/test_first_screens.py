@@ -32,9 +32,21 @@ def test_a_page_shows_a_command_and_what_it_prints_first(page: str) -> None:
     assert len(PAGES[page][: first.start()].split()) <= BEFORE
 
 
-def test_a_page_without_a_command_is_there_and_has_none() -> None:
+def test_all_pages_together_are_short_in_the_menu_and_begin_alike() -> None:
     for page in WITHOUT_COMMAND:
         assert "```sh" not in PAGES[page]
+    words = {page: len(text.split()) for page, text in PAGES.items() if page != "README.md"}
+    assert sum(words.values()) <= WORDS, sorted(words.items(), key=lambda item: -item[1])
+    menu = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].partition("\nnot_in_nav")[0]
+    named = set(re.findall(r": ([\w/.-]+\.md)$", menu, re.MULTILINE))
+    assert set(PAGES) <= named
+    # With the same two commands, in a copy of the repository.
+    begin = r"^make train +#.*\nexport PATH=\"\$PWD/\.venv/bin:\$PATH\""
+    for page in ("README.md", "docs/quickstart.md", "docs/tutorials/all-five.md"):
+        first = next(_BLOCK.finditer(PAGES[page]))
+        assert re.match(begin, first["code"]), page
+        assert re.search(r"copy of \[?the repository", " ".join(PAGES[page][: first.start()].split()))
+        assert not re.search(r"pip install -e|make env|activate", PAGES[page])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -43,24 +55,3 @@ def test_no_line_of_a_block_is_wide(page: str) -> None:
         line for block in _BLOCK.finditer(PAGES[page]) for line in block["code"].splitlines() if len(line) > COLUMNS
     ]
     assert wide == []
-
-
-def test_all_pages_together_are_short() -> None:
-    words = {page: len(text.split()) for page, text in PAGES.items() if page != "README.md"}
-    assert sum(words.values()) <= WORDS, sorted(words.items(), key=lambda item: -item[1])
-
-
-def test_all_pages_are_in_the_menu() -> None:
-    menu = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].partition("\nnot_in_nav")[0]
-    named = set(re.findall(r": ([\w/.-]+\.md)$", menu, re.MULTILINE))
-    assert set(PAGES) <= named
-
-
-def test_readme_quickstart_and_tutorials_begin_alike() -> None:
-    """With the same two commands, in a copy of the repository."""
-    begin = r"^make train +#.*\nexport PATH=\"\$PWD/\.venv/bin:\$PATH\""
-    for page in ("README.md", "docs/quickstart.md", "docs/tutorials/all-five.md"):
-        first = next(_BLOCK.finditer(PAGES[page]))
-        assert re.match(begin, first["code"]), page
-        assert re.search(r"copy of \[?the repository", " ".join(PAGES[page][: first.start()].split()))
-        assert not re.search(r"pip install -e|make env|activate", PAGES[page])

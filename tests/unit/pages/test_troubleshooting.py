@@ -24,11 +24,8 @@ def ends_with(entry: str) -> str:
     return re.escape(see(entry)) + "$"
 
 
-def test_a_message_names_the_command_that_explains_it() -> None:
+def test_messages_end_with_the_command_that_explains_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert see("runs#port-in-use") == " (`shardwise explain port-in-use`)"
-
-
-def test_the_first_node_is_not_reached() -> None:
     attempt = SimpleNamespace(address="127.0.0.1", control=1, silence=1.0, secret="")
     control = LauncherConnection(SimpleNamespace(attempt=attempt, name="n1", number=1), dict)  # type: ignore[arg-type]
     with (
@@ -37,9 +34,14 @@ def test_the_first_node_is_not_reached() -> None:
     ):
         pass
     assert str(caught.value).endswith(see("runs#first-node-not-reached"))
-
-
-def test_slurm_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "returns other bytes than were written: set SHARDWISE_CACHE elsewhere"
+    with pytest.raises(DataError, match=f"{text}{ends_with('data#cache-returns-other-bytes')}"):
+        cache.open_or_build(tmp_path, "tokens", "key", lambda entry: False, lambda folder: {})
+    monkeypatch.setattr(save, "_SEEN_WITHIN_SECONDS", 0)
+    entry = FileEntry("weights.safetensors", 8, 1024, b"x" * 8)
+    text = "lacks weights.safetensors here, which another rank wrote: all ranks must write to one place"
+    with pytest.raises(StoreError, match=f"{text}.*{ends_with('checkpoints#disk-not-shared')}"):
+        save._require_visible(Root.of(tmp_path), [entry])
     monkeypatch.setenv("PATH", "")
     text = r"sbatch and squeue and scontrol must be on the PATH: shardwise submits to SLURM"
     with pytest.raises(ConfigError, match=f"{text}.*{ends_with('jobs#slurm-not-found')}"):
@@ -62,17 +64,3 @@ def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
     text = r"the folder for temporary files \(.*\) cannot be written: No space left on device; set TMPDIR to a folder"
     with pytest.raises(ConfigError, match=f"{text} with room{ends_with('training#folder-for-temporary-files')}"):
         run_graphs.RunGraphs(*arguments)
-
-
-def test_a_cache_returns_other_bytes(tmp_path: Path) -> None:
-    text = "returns other bytes than were written: set SHARDWISE_CACHE elsewhere"
-    with pytest.raises(DataError, match=f"{text}{ends_with('data#cache-returns-other-bytes')}"):
-        cache.open_or_build(tmp_path, "tokens", "key", lambda entry: False, lambda folder: {})
-
-
-def test_the_ranks_write_to_disks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save, "_SEEN_WITHIN_SECONDS", 0)
-    entry = FileEntry("weights.safetensors", 8, 1024, b"x" * 8)
-    text = "lacks weights.safetensors here, which another rank wrote: all ranks must write to one place"
-    with pytest.raises(StoreError, match=f"{text}.*{ends_with('checkpoints#disk-not-shared')}"):
-        save._require_visible(Root.of(tmp_path), [entry])

@@ -33,15 +33,19 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(layers: int, stages: int, head
     assert found[:-1] == sorted(found[:-1]), "an earlier stage holds more micro-batches: it has not more blocks"
 
 
-def test_a_dear_head_makes_the_last_stage_short() -> None:
+def test_the_plan_of_stages() -> None:
     wide = load_config("gpt-tiny", ["train.micro_batch=1", "parallel.pipeline=2", "model.vocab_size=4096"])
     shares = compute_shares(wide, check_layout(wide, 2))
     assert sizes(wide) == [6, 2]
     assert shares[1] > shares[0]
     assert sizes(tiny("pipeline=2")) == [4, 4]
-
-
-def test_stages_are_consecutive_and_know_their_place() -> None:
+    for recipe in ("gpt3-23b", "gpt-neox-20b-pp4"):
+        config = load_config(recipe)
+        shares = compute_shares(config, check_layout(config, 128))
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares[0] == shares[1] < shares[-1]
+    whole = load_config("gpt-tiny")
+    assert compute_shares(whole, check_layout(whole, 1)) == (1.0,)
     config = tiny("pipeline=2", "schedule=interleaved", "virtual_stages=4")
     plan = stage_plan(config, check_layout(config, 2))
     assert [list(stage.layers) for stage in plan] == [[block] for block in range(8)]
@@ -50,21 +54,6 @@ def test_stages_are_consecutive_and_know_their_place() -> None:
     assert [stage.is_last for stage in plan] == [False] * 7 + [True]
     assert sizes(tiny("pipeline=3", "stages=[2,4,2]")) == [2, 4, 2]
     assert sizes(tiny("pipeline=2", "schedule=zbv", "stages=[1,2,3,2]")) == [1, 2, 3, 2]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ranks"), [("1f1b", [0, 1, 2]), ("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])]
-)
-def test_ranks_of_stages(schedule: str, ranks: list[int]) -> None:
-    parallel = ParallelConfig.model_validate({"pipeline": 3, "schedule": schedule})
-    assert [pipeline_rank_of(parallel, stage) for stage in range(len(ranks))] == ranks
-
-
-def test_shares_of_the_compute_add_up() -> None:
-    for recipe in ("gpt3-23b", "gpt-neox-20b-pp4"):
-        config = load_config(recipe)
-        shares = compute_shares(config, check_layout(config, 128))
-        assert sum(shares) == pytest.approx(1.0)
-        assert shares[0] == shares[1] < shares[-1]
-    whole = load_config("gpt-tiny")
-    assert compute_shares(whole, check_layout(whole, 1)) == (1.0,)
+    for schedule, ranks in [("1f1b", [0, 1, 2]), ("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])]:
+        parallel = ParallelConfig.model_validate({"pipeline": 3, "schedule": schedule})
+        assert [pipeline_rank_of(parallel, stage) for stage in range(len(ranks))] == ranks

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.prices import Price
+from shardwise.base.units import Price
 from shardwise.config import load_config
 from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.plan import Plan

@@ -10,6 +10,9 @@ from shardwise.runs.failure_record import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory
 from shardwise_watch.run import open_run
 from tests.monitor_runs import FIRST, Start, stamp, write_run
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 KILLED = FailureRecord(
     time=stamp(FIRST + 1000),
@@ -23,7 +26,7 @@ KILLED = FailureRecord(
 )
 
 
-def test_the_block_says_what_failed_where_to_look_what_is_lost_and_how_to_go_on() -> None:
+def test_a_record_is_a_block_of_lines_without_secrets_or_none(tmp_path: Path) -> None:
     assert KILLED.lines(Path("runs/live")) == [
         "FAILED at step 731: rank 1 was killed (SIGKILL; usually out of memory).",
         "log: runs/live/logs/rank-0001.log",
@@ -31,23 +34,20 @@ def test_the_block_says_what_failed_where_to_look_what_is_lost_and_how_to_go_on(
         "resume: shardwise train quickstart --nproc 2 --run-dir runs/live",
         f"see: {see('training#killed-rank').strip(' ()`')}",
     ]
+    directory = RunDirectory(tmp_path)
+    replace(KILLED, cause="https://me:word@host/x cannot be read").write(directory)
+    assert "word" not in directory.failure.read_text()
+    assert directory.recorded_failure()["step"] == 731
+    facts = asdict(KILLED)
+    assert failure_of(facts, {"time": stamp(FIRST + 999)}) == KILLED
+    assert failure_of(facts, {}) == KILLED
+    assert failure_of(facts, {"time": stamp(FIRST + 1001)}) is None
+    assert failure_of({**facts, "step": "many"}, {}) is None
+    assert failure_of({**facts, "time": "yesterday"}, {}) is None
+    assert failure_of({}, {}) is None
 
 
-LOST: list[tuple[dict[str, object], str, str | None]] = [
-    ({"step": 600}, "at step 600: x.", "no step is lost: checkpoint 600 is of the last one"),
-    (
-        {"checkpoint": 0, "every": 0, "every_minutes": 30},
-        "at step 731: x.",
-        "all 731 steps are lost: checkpoint.every_minutes was 30",
-    ),
-    ({"checkpoint": 0, "step": 1, "every": None}, "at step 1: x.", "the only step is lost"),
-    ({"step": None, "checkpoint": 0}, "before the first step: x.", None),
-    (
-        {"cause": "step 1,732: the loss (nan) must be finite.", "step": 1731},
-        "at step 1,732: the loss (nan) must be finite.",
-        "1,131 steps since checkpoint 600 are lost",
-    ),
-]
+LOST: list[tuple[dict[str, object], str, str | None]] = ROWS["lost"]
 
 
 @pytest.mark.parametrize(("changes", "heading", "lost"), LOST)
@@ -56,23 +56,6 @@ def test_lines_that_do_not_apply_are_left_out(changes: dict[str, object], headin
     assert record.lines(Path("run")) == [f"FAILED {heading}", *([] if lost is None else [lost])]
     waited = "rank 0 waited for x, and lost the connection"
     assert replace(record, details=waited).lines(Path("run"))[1] == waited
-
-
-def test_the_record_holds_no_secret(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    replace(KILLED, cause="https://me:word@host/x cannot be read").write(directory)
-    assert "word" not in directory.failure.read_text()
-    assert directory.recorded_failure()["step"] == 731
-
-
-def test_a_record_that_is_damaged_or_older_than_the_last_start_is_none() -> None:
-    facts = asdict(KILLED)
-    assert failure_of(facts, {"time": stamp(FIRST + 999)}) == KILLED
-    assert failure_of(facts, {}) == KILLED
-    assert failure_of(facts, {"time": stamp(FIRST + 1001)}) is None
-    assert failure_of({**facts, "step": "many"}, {}) is None
-    assert failure_of({**facts, "time": "yesterday"}, {}) is None
-    assert failure_of({}, {}) is None
 
 
 def test_the_state_of_a_run_whose_launcher_recorded_a_failure(tmp_path: Path) -> None:

@@ -21,15 +21,12 @@ from shardwise.runs.folder import AppendedFile, JsonLines, RunDirectory, RunLock
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
 
-def test_a_run_is_named_after_recipe_and_time(tmp_path: Path) -> None:
+def test_runs_have_names_and_what_is_replaced_has_numbers(tmp_path: Path) -> None:
     path = folder.new_run_path("/some/folder/quickstart.yml", tmp_path / "runs", now=NOON)
     assert path == tmp_path / "runs" / "quickstart-20261121-120005"
     assert path.is_dir()
     names = [folder.new_run_path("a b", tmp_path, now=NOON).name for _ in range(3)]
     assert names == ["a-b-20261121-120005", "a-b-20261121-120005-2", "a-b-20261121-120005-3"]
-
-
-def test_what_is_replaced_is_kept_under_a_number(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for number in (1, 2, 3):
         run.write_config(f"run: {number}\n")
@@ -40,7 +37,7 @@ def test_what_is_replaced_is_kept_under_a_number(tmp_path: Path) -> None:
     assert versions == {"environment.json": "3", "environment-0001.json": "1", "environment-0002.json": "2"}
 
 
-def test_how_far_a_run_came(tmp_path: Path) -> None:
+def test_how_far_a_run_came_and_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run.finished_steps() is None
     run.write_results({"steps": 12})
@@ -49,6 +46,10 @@ def test_how_far_a_run_came(tmp_path: Path) -> None:
     run.set_results_aside()
     assert run.finished_steps() is None, "a run that went on is not finished, whatever it was before"
     assert json.loads((tmp_path / "results-0001.json").read_text()) == {"steps": 12}
+    run = RunDirectory(tmp_path)
+    run.require_room(1)
+    with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):
+        run.require_room(2**63)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +61,7 @@ def test_how_far_a_run_came(tmp_path: Path) -> None:
     ],
     ids=["after a failure", "resumed", "damaged"],
 )
-def test_a_step_counts_once_and_none_that_was_undone(
-    recorded: list[tuple[str, object]], kept: list[tuple[int, int]], tmp_path: Path
-) -> None:
+def test_a_step_counts_once(recorded: list[tuple[str, object]], kept: list[tuple[int, int]], tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     lines = [{"event": event, "step": step, "line": line} for line, (event, step) in enumerate(recorded)]
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"event": "step", "st')
@@ -80,10 +79,11 @@ with RunLock(Path(sys.argv[1])):
 """
 
 
-def test_one_process_runs_in_a_folder_until_it_is_gone_in_whatever_way(tmp_path: Path) -> None:
+def test_one_process_runs_in_a_folder_where_the_file_system_has_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not RunLock.is_held(tmp_path)
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert RunLock.is_held(tmp_path)
         named = rf"--run-dir \(.*\) is in use by another run \(process {holder.pid} on \S+, since 20.*\): wait for its"
@@ -98,8 +98,6 @@ def test_one_process_runs_in_a_folder_until_it_is_gone_in_whatever_way(tmp_path:
             assert RunLock.is_held(tmp_path)
     assert not RunLock.is_held(tmp_path)
 
-
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -107,13 +105,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     with RunLock(tmp_path) as lock:
         assert lock.problem == "Function not implemented"
         assert RunLock.is_held(tmp_path), "it cannot be told that the run is over"
-
-
-def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.require_room(1)
-    with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):
-        run.require_room(2**63)
 
 
 def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
@@ -160,7 +151,7 @@ SECRETS = {
 }  # fmt: skip
 
 
-def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     keys = ["data.tokenizer=t.json", "hub.token=abc", "data.path=https://h/x?sig=5ecret"]
     monkeypatch.setattr("sys.argv", ["shardwise", "train", "quickstart", *keys])
@@ -178,8 +169,6 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for secret in ("hf_abcdef", "abc", "word@", "private", "eyJhbGci", "5ecret"):
         assert secret not in text
 
-
-def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
@@ -219,7 +208,7 @@ def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp
     assert restored.key() != key
 
 
-def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_fault_21_what_cannot_be_written_or_read_is_a_sentence(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     for path in (run.config, run.metrics, run.path / "stop.json"):
         path.mkdir()
@@ -232,9 +221,6 @@ def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     for problem, write in writers.items():
         with pytest.raises(ConfigError, match=problem):
             write()
-
-
-def test_a_configuration_with_several_problems_is_one_sentence(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path).create()
     run.config.write_text("model: 1\nmodel: 2\nmodel: 3\n", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:

@@ -1,7 +1,5 @@
 """The layouts of a run's starts, of which only those count whose steps do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

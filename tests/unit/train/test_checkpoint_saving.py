@@ -46,15 +46,12 @@ def checkpoints(path: Path, *saves: SavedCheckpoint) -> Iterator[tuple[Checkpoin
         yield CheckpointSaver(training, saver, made, lambda: None), stream
 
 
-def test_a_run_that_fails_does_not_go_on_without_a_checkpoint(tmp_path: Path) -> None:
+def test_a_save_that_fails_ends_the_run_and_is_told(tmp_path: Path) -> None:
     with checkpoints(tmp_path, FAILED) as (saving, stream):
         with pytest.raises(RunError, match="a rank is gone"), saving:
             raise RunError("a rank is gone")
         assert stream.getvalue() == f"warning: no checkpoint of step 24: {LOST}{see('checkpoints#save-failed')}\n"
-
-
-def test_a_last_checkpoint_that_another_rank_prevents_is_a_consequence(tmp_path: Path) -> None:
-    """The launcher names the rank that ended; this one only says what it waited for."""
+    # The launcher names the rank that ended; this one only says what it waited for.
     said = rf"^{LOST} while the checkpoint of step 24 was saved$"
     with checkpoints(tmp_path, FAILED) as (saving, _), pytest.raises(LostPeerError, match=said):
         saving.finish()
@@ -90,10 +87,7 @@ def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Pat
         shutil.rmtree(tmp_path / "e")
         with pytest.raises(RunError, match="was removed or moved to another disk while the run trained: start again"):
             saving.follow()
-
-
-def test_fault_23_a_folder_that_another_machine_renamed_is_found_beside(tmp_path: Path) -> None:
-    """This machine's kernel then has the old name, as a mount of another machine's disk has."""
+    # This machine's kernel then has the old name, as a mount of another machine's disk has.
     (tmp_path / "a").mkdir()
     followed = FollowedFolder(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")

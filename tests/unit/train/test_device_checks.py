@@ -41,7 +41,7 @@ def remedies(chosen: Config, layout: Layout) -> list[str]:
     return line.split("; ")
 
 
-def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
+def test_where_memory_ran_out_and_which_remedies_save_most() -> None:
     chosen, layout = config(), Layout(2)
     said = text(chosen, layout, step=1200, phase="gradient reduction")
     address = "(`shardwise explain out-of-memory`)"
@@ -51,8 +51,6 @@ def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
     assert said.endswith("cause: no room"), "the first line of the error itself is missing"
     assert text(chosen, layout, MemoryError()).endswith("cause: MemoryError"), "an empty error has at least a name"
 
-
-def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
     def cut(zero: int = 0, context: int = 1, **sections: dict[str, Any]) -> Config:
         return config(parallel={"tensor": 2, "context": context}, optimizer={"zero": zero}, **sections)
 
@@ -70,9 +68,6 @@ def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
     saved = {name: now - expected_memory(*other).total for name, other in then.items()}
     expected = [f"{name} ({units.size(amount)} less)" for name, amount in sorted(saved.items(), key=lambda x: -x[1])]
     assert remedies(chosen, layout) == expected, "or a remedy saves nothing, and is left out"
-
-
-def test_nothing_invalid_is_advised() -> None:
     found = [one.split()[0] for one in remedies(config(), Layout(1)) if one.startswith("train.micro_batch")]
     assert found == ["train.micro_batch=5"], "half of 15 is 7, which does not divide 30"
     said = remedies(config(parallel={"tensor": 4, "sequence": True}), Layout(4, tensor=4, sequence_parallel=True))
@@ -84,8 +79,6 @@ def test_nothing_invalid_is_advised() -> None:
     odd = remedies(config(train={"global_batch": 15}), Layout(1))
     assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
 
-
-# ---- accelerators
 
 GIB = 2**30
 FP8 = {"matmul": "fp8"}
@@ -134,9 +127,7 @@ def said_before_the_start(chosen: Config, layout: Layout, rank: int, device: tor
         (32768, 64, rf"{REFUSED} \(.*\) must be at most the 16.0 GiB"),
     ],
 )
-def test_a_model_that_does_not_fit_is_told_before_the_start(
-    accelerator: torch.device, hidden: int, tokens: int, said: str
-) -> None:
+def test_a_model_that_does_not_fit_is_told(accelerator: torch.device, hidden: int, tokens: int, said: str) -> None:
     chosen = config(model={"hidden_size": hidden, "max_position_embeddings": tokens}, train={"sequence_length": tokens})
     assert re.match(said, said_before_the_start(chosen, Layout(2), 0, accelerator))
 
@@ -149,9 +140,7 @@ def test_a_model_that_does_not_fit_is_told_before_the_start(
         (2**16, rf"{REFUSED} of the 4 ranks on this machine \(.*\) must be "),
     ],
 )
-def test_fault_04_the_ranks_of_a_machine_share_its_memory(
-    available: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_04_ranks_of_a_machine_share_memory(available: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: available)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -162,9 +151,7 @@ def test_fault_04_the_ranks_of_a_machine_share_its_memory(
     assert "on 16 ranks" not in found, "more ranks on one machine save no memory"
 
 
-def test_offloaded_state_must_fit_into_the_memory_of_the_host(
-    accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_state_must_fit_into_host_memory(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     offloaded = config(optimizer={"lr": 1e-3, "offload": True})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)

@@ -25,10 +25,7 @@ def test_a_cycle_lives_until_the_end_of_its_step() -> None:
     del young
 
 
-@pytest.mark.parametrize(
-    ("enabled", "frozen"),
-    [(False, True), pytest.param(True, False, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("enabled", "frozen"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
 def test_the_collector_is_as_before(enabled: bool, frozen: bool) -> None:
     was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     try:

@@ -24,6 +24,9 @@ from tests import own_hooks
 from tests.arch.source import ROOT
 from tests.dist.training import SMALL_MODELS, make_config
 from tests.e2e.command import MINIATURE, within
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 HERE = "tests.own_hooks"
 
@@ -63,7 +66,7 @@ def test_all_hooks_together_are_recorded_and_continued(recipe: str, capsys: pyte
     assert f"was trained on hooks.data ({HERE}:Reader), code that an evaluation does not run" in capsys.readouterr().err
 
 
-def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
+def test_callbacks_stop_runs_with_a_checkpoint_and_those_that_they_end_have_failed(recipe: str) -> None:
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(StoppedError, match=r"hooks\.callbacks \(tests\.own_hooks:stop_at_2\)"):
         shardwise.train(config, run_dir="runs/a", callbacks=[own_hooks.stop_at_2])
@@ -74,16 +77,14 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
     with pytest.raises(RunError, match=told):
         shardwise.train(config, callbacks=[own_hooks.breaks])
 
-
-def test_fault_19_a_run_that_a_hook_ends_has_failed(recipe: str) -> None:
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "step":
             sys.exit(0)
 
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(RunError, match=r"hooks\.callbacks \(.*\) failed: sys\.exit\(0\) was called \(.*, line \d+\)"):
-        shardwise.train(config, run_dir="runs/a", callbacks=[hear])
-    run = RunView(Path("runs/a"), all_steps=False)
+        shardwise.train(config, run_dir="runs/ended", callbacks=[hear])
+    run = RunView(Path("runs/ended"), all_steps=False)
     assert (run.state, run.results) == ("failed", {})
 
 
@@ -92,9 +93,7 @@ def test_fault_19_a_run_that_a_hook_ends_has_failed(recipe: str) -> None:
     [(True, True), (np.True_, True), (None, False), (1, False), (np.ones(3), False)],
     ids=repr,
 )  # fmt: skip
-def test_a_callback_stops_by_true_alone(
-    value: object, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callbacks_stop_by_true(value: object, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
     with given_objects({"a:b": lambda event: value}), MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m:
@@ -102,15 +101,23 @@ def test_a_callback_stops_by_true_alone(
     assert bool(asked) == stops
 
 
-def test_the_optimizer_gets_what_its_constructor_names() -> None:
+def test_options_changes_and_the_page_of_hooks(tmp_path: Path) -> None:
     hooks = {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"momentum": 0.5}}
     config = make_config(hooks=hooks)
     found, options = user_optimizer(config.hooks, config.optimizer)
     assert found is own_hooks.SignMomentum
     assert options == {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.5}  # neither betas nor eps
 
+    def stored(**hooks: Any) -> dict[str, Any]:
+        return make_config(hooks=hooks).model_dump(mode="json")
 
-# ---- what the reader gives
+    for key in ("data", "loss", "optimizer"):
+        (problem,) = resume_problems(stored(), stored(**{key: "a:b"}))
+        assert f"hooks.{key} (a:b) must be null" in problem
+    assert not resume_problems(stored(), stored(callbacks=["a:b"]))
+    page = (ROOT / "docs/hooks.md").read_text("utf-8")
+    (command,) = re.findall(r"`shardwise (train llama2-tiny\s+hooks\.optimizer=\S+)`", page)
+    within(*command.split(), "--dry-run", at=tmp_path).succeeded()
 
 
 def reader_config(name: str, **train: Any) -> Any:
@@ -121,7 +128,6 @@ def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
     config = reader_config("Reader", eval_every=5)
     data = prepare_data(config, tmp_path)
     batches = make_batches(config, data, "train")
-    assert batches is not None
     assert batches.num_samples == 40
     whole = batches.global_batch(0, 8)
     parts = [batches.local_batch(0, 8, rank, 2, 2) for rank in range(2)]
@@ -139,13 +145,7 @@ def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "found"),
-    [
-        ([1, 131], "ids from 1 to 131"),
-        ([1], "1 of them"),
-        ("text", "of type str"),
-    ],
-    ids=str,
+    ("sample", "found"), [([1, 131], "ids from 1 to 131"), ([1], "1 of them"), ("text", "of type str")], ids=str
 )
 def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, tmp_path: Path) -> None:
     config = reader_config("Reader")
@@ -158,23 +158,9 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
     assert f"sample 0 must be a row of {length} whole numbers below model.vocab_size (131)" in told
 
 
-# ---- what is refused before ranks start
-
-
 @pytest.mark.parametrize(
     ("hooks", "problem"),
-    [
-        ({"data": "nowhere:Reader"}, "hooks.data (nowhere:Reader): there is no module nowhere"),
-        ({"data": f"{HERE}:Readr"}, "lacks Readr; did you mean Reader?"),
-        ({"optimizer": f"{HERE}:WithoutStep"}, "shardwise.LAMB or shardwise.Muon; its trial failed with: NotImpl"),
-        (
-            {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"mass": 1, "lr": 2}},
-            "hooks.optimizer_options.mass: tests.own_hooks:SignMomentum takes lr, weight_decay and momentum",
-        ),
-        ({"optimizer_options": {"momentum": 1}}, "hooks.optimizer_options (momentum) must be left out"),
-        ({"optimizer": "torch.optim:Rprop"}, "optimizer.weight_decay (0.01) must be 0 with hooks.optimizer"),
-        ({"callbacks": [f"{HERE}:Reader"]}, "Reader must be a function that takes (event), or a class"),
-    ],
+    ROWS["wrong"],
     ids=str,
 )
 def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], problem: str) -> None:
@@ -211,19 +197,3 @@ def test_a_loss_that_gives_no_sum_ends_the_run(recipe: str, name: str, problem: 
     config = shardwise.load_recipe(recipe, hooks={"loss": f"{HERE}:{name}"}, train={"eval_every": 0})
     with pytest.raises(ConfigError, match=rf"hooks.loss \(tests.own_hooks:{name}\) .*{problem}"):
         shardwise.train(config)
-
-
-def test_a_run_goes_on_with_its_hooks_alone() -> None:
-    def stored(**hooks: Any) -> dict[str, Any]:
-        return make_config(hooks=hooks).model_dump(mode="json")
-
-    for key in ("data", "loss", "optimizer"):
-        (problem,) = resume_problems(stored(), stored(**{key: "a:b"}))
-        assert f"hooks.{key} (a:b) must be null" in problem
-    assert not resume_problems(stored(), stored(callbacks=["a:b"]))
-
-
-def test_the_page_names_a_class_for_any_recipe(tmp_path: Path) -> None:
-    page = (ROOT / "docs/hooks.md").read_text("utf-8")
-    (command,) = re.findall(r"`shardwise (train llama2-tiny\s+hooks\.optimizer=\S+)`", page)
-    within(*command.split(), "--dry-run", at=tmp_path).succeeded()

@@ -25,16 +25,13 @@ def shown(config: Config, layout: Layout, width: int) -> list[str]:
     return [line.plain.rstrip() for line in picture(config, layout, width)]
 
 
-def test_one_forward_one_backward() -> None:
+def test_pictures_of_schedules() -> None:
     assert shown(*chosen(), 80) == [
         "pp 0  F0F1· · B0--F2B1--F3B2--· B3--",
         "pp 1  · F0B0--F1B1--F2B2--F3B3--· ·",
         "F forward   B backward   · waits   pp: pipeline rank",
         "1f1b, 4 micro-batches: bubble 20.0% with equal stages and instant messages",
     ]
-
-
-def test_stages_and_parts_of_the_backward_pass() -> None:
     lines = shown(*chosen(schedule="zbv"), 120)
     assert lines[:4] == [
         "pp 0  F0F1F2f0i0w0f1i1w1F3I0W0f2i2w2I1W1f3i3w3I2W2I3W3·",
@@ -43,6 +40,12 @@ def test_stages_and_parts_of_the_backward_pass() -> None:
         "small letters: a rank's later stages",
     ]
     assert "bubble 4.0%" in lines[-1]
+    config, layout = chosen(96, "gpt3-175b", tensor=1, pipeline=96)
+    lines = shown(config, layout, 80)
+    assert lines[8] == "… 80 pipeline ranks left out"
+    assert lines[7].startswith("pp 7 ")
+    assert lines[9].startswith("pp 88 ")
+    assert len(_rank_table(layout, partition_by_rank(config, layout), memory_by_rank(config, layout))) == 17
 
 
 @pytest.mark.parametrize(("width", "schedule"), [(60, "1f1b"), (80, "interleaved_zero_bubble"), (200, "dualpipev")])
@@ -55,12 +58,3 @@ def test_a_long_step_is_cut_in_the_middle(width: int, schedule: str) -> None:
     assert len({row.index("…") for row in rows}) == 1
     assert "F0  F1" in rows[0]
     assert lines[8].plain.endswith("units of time left out")
-
-
-def test_many_ranks_are_cut_too() -> None:
-    config, layout = chosen(96, "gpt3-175b", tensor=1, pipeline=96)
-    lines = shown(config, layout, 80)
-    assert lines[8] == "… 80 pipeline ranks left out"
-    assert lines[7].startswith("pp 7 ")
-    assert lines[9].startswith("pp 88 ")
-    assert len(_rank_table(layout, partition_by_rank(config, layout), memory_by_rank(config, layout))) == 17

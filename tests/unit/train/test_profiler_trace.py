@@ -23,9 +23,7 @@ from tests.dist.training import make_config, make_data
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("trace", "steps"), [("2:4", {"step 2", "step 3"}), ("3:9", {"step 3", "step 4"})])
-def test_a_run_without_a_pipeline(
-    tmp_path: Path, trace: str, steps: set[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_pipelines(tmp_path: Path, trace: str, steps: set[str], capfd: pytest.CaptureFixture[str]) -> None:
     """The second ends with the run, before its last step."""
     config = make_config(train={"steps": 4}, log={"profile": trace, "drift_every": 0, "tensorboard": False})
     layout, mesh = check_layout(config, 1), Mesh(device="cpu")

@@ -38,9 +38,6 @@ STEP_FIELDS = [
 ]  # fmt: skip
 
 
-PLACE_OF_RANK_3 = {"pp": 0, "dp": 1, "tp": 1}
-
-
 def config(**log: Any) -> Config:
     return config_from_sections(
         {
@@ -56,19 +53,10 @@ def config(**log: Any) -> Config:
 
 def record(step: int, **changes: Any) -> StepRecord:
     values = {
-        "step": step,
-        "loss": 1 / 3,
-        "mean_loss": 0.5,
-        "mean_steps": min(step, 20),
-        "lr": 1e-3,
-        "grad_norm": 0.5,
-        "param_norm": 10.0,
-        "tokens": step * 256,
-        "samples": step * 8,
-        "seconds": 0.5,
-        "input_seconds": 0.125,
+        "step": step, "loss": 1 / 3, "mean_loss": 0.5, "mean_steps": min(step, 20), "lr": 1e-3, "grad_norm": 0.5,
+        "param_norm": 10.0, "tokens": step * 256, "samples": step * 8, "seconds": 0.5, "input_seconds": 0.125,
         "peak_memory_bytes": 1000,
-    }
+    }  # fmt: skip
     return StepRecord(**(values | changes))
 
 
@@ -142,7 +130,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_summary_names_every_quantity(tmp_path: Path) -> None:
+def test_the_summary_names_every_quantity_and_mfu_is_that_of_a_known_device(tmp_path: Path) -> None:
     made, stream = reporter(tmp_path)
     with made:
         made.start(epochs="1.60 epochs of 500 samples")
@@ -158,9 +146,14 @@ def test_summary_names_every_quantity(tmp_path: Path) -> None:
         str(tmp_path / "run"),
     ):
         assert expected in text
+    with begun(tmp_path / "h100", device_name="NVIDIA H100 80GB HBM3") as (made, stream):
+        made.step(record(1))
+    expected = flops_per_token(config().model, 32) * 512 / (4 * 67e12)
+    assert lines(tmp_path / "h100/run/metrics.jsonl")[1]["mfu"] == pytest.approx(expected)
+    assert f" tokens/s  MFU {expected:.1%}  memory 1000 B  " in stream.getvalue()
 
 
-def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -> None:
+def test_metrics_and_log_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -> None:
     with begun(tmp_path) as (made, _):
         made.warning("slow disk")
         made.step(record(2, loss=math.nan))
@@ -171,17 +164,17 @@ def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -
     assert step["loss"] == "nan"
     assert (step["tokens_per_second"], step["samples_per_second"], step["mfu"]) == (512.0, 16.0, None)
     assert (stop["step"], stop["reason"]) == (2, "signal SIGTERM")
+    with pytest.raises(RuntimeError), begun(tmp_path / "failed"):
+        raise RuntimeError("loss is nan\nat layer 3")
+    assert (
+        (tmp_path / "failed/run/logs/rank-0000.log")
+        .read_text()
+        .endswith("failed: RuntimeError: loss is nan\nat layer 3\n")
+    )
+    assert lines(tmp_path / "failed/run/metrics.jsonl")[-1]["reason"] == "failed: RuntimeError: loss is nan"
 
 
-def test_mfu_of_a_known_device(tmp_path: Path) -> None:
-    with begun(tmp_path, device_name="NVIDIA H100 80GB HBM3") as (made, stream):
-        made.step(record(1))
-    expected = flops_per_token(config().model, 32) * 512 / (4 * 67e12)
-    assert lines(tmp_path / "run/metrics.jsonl")[1]["mfu"] == pytest.approx(expected)
-    assert f" tokens/s  MFU {expected:.1%}  memory 1000 B  " in stream.getvalue()
-
-
-def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> None:
+def test_other_ranks_and_pipelines_write_what_they_measured(tmp_path: Path) -> None:
     with begun(tmp_path, rank=3) as (made, stream):
         made.step(record(1))
         made.evaluation(1, held_out(2.5))
@@ -192,13 +185,15 @@ def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> No
     files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert files == ["ranks/rank-0003.jsonl"]
     start, step = lines(tmp_path / "run/ranks/rank-0003.jsonl")
-    assert (start["event"], start["rank"], start["place"], start["pid"]) == ("start", 3, PLACE_OF_RANK_3, os.getpid())
+    assert (start["event"], start["rank"], start["place"], start["pid"]) == (
+        "start",
+        3,
+        {"pp": 0, "dp": 1, "tp": 1},
+        os.getpid(),
+    )
     facts = {"step": 1, "step_seconds": 0.5, "input_seconds": 0.125, "peak_memory_bytes": 1000}
     assert {key: step[key] for key in facts} == facts
     assert 0 <= step["host_cpu"] <= 1, "the first rank of a node tells what the node uses"
-
-
-def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
     stages = (StageSeconds(1, 0.125, 0.25), StageSeconds(2, 0.0625, 0.125))
     with begun(tmp_path) as (made, stream):
         made.step(record(1, timing=StepTiming(stages, bubble=0.25, mean_bubble=0.375)))
@@ -286,7 +281,7 @@ def test_results(tmp_path: Path) -> None:
         (None, 0, 20, ""),
     ],
 )
-def test_a_trace_is_told_once_and_so_is_its_absence(
+def test_a_trace_or_its_absence_is_told(
     tmp_path: Path, trace: str | None, before: int, stop_after: int, told: str
 ) -> None:
     chosen = stopping_after(stop_after, profile=trace, every=7)
@@ -401,13 +396,8 @@ def test_a_spike_and_a_slow_rank_are_warned_of_once(tmp_path: Path) -> None:
         assert text in stream.getvalue()
 
 
-# ---- rank 0's own log
-
-
 @pytest.mark.parametrize("terminal", [100], indirect=True)
-def test_on_a_terminal_the_log_stays_plain_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: int
-) -> None:
+def test_on_a_terminal_the_log_has_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: int) -> None:
     """Off a terminal it is what is printed: tests/e2e/test_run_directory.py."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with begun(tmp_path) as (made, stream):
@@ -423,10 +413,3 @@ def test_on_a_terminal_the_log_stays_plain_lines(
     steps = [line[len("step ") :].split("/")[0].strip() for line in printed_steps(log)]
     assert steps == [str(step) for step in (1, *range(5, 101, 5))]
     assert max(map(len, log.splitlines())) > terminal, "lines of the log are folded to the terminal's width"
-
-
-def test_the_log_says_why_the_run_failed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), begun(tmp_path):
-        raise RuntimeError("loss is nan\nat layer 3")
-    assert (tmp_path / "run/logs/rank-0000.log").read_text().endswith("failed: RuntimeError: loss is nan\nat layer 3\n")
-    assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "failed: RuntimeError: loss is nan"

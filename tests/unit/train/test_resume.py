@@ -50,13 +50,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> None:
+def test_checkpoints_of_another_run_or_another_place_are_refused(tmp_path: Path, folder: Path) -> None:
     told = r"checkpoint.path .* must be empty for a new run, .* of step 200: give --run-dir"
     with pytest.raises(ConfigError, match=told):
         found_by(config(path=str(folder)), tmp_path / "none", None)
     told = r"--run-dir .* must be empty for a new run, .*checkpoint.load=.*/checkpoints/step-00000200"
     with pytest.raises(ConfigError, match=told):
         found_by(config(), folder.parent, None)
+    run, other = RunDirectory(folder.parent), tmp_path / "other"
+    elsewhere = config(path=str(other))
+    told = (
+        rf"checkpoint.path \({other}\) has no checkpoint, and the run in {run.path} saved that of step 200 as {folder}/"
+    )
+    explained = re.escape(see("checkpoints#place-changed"))
+    with pytest.raises(ConfigError, match=rf"{told}step-00000200.*{explained}$"):
+        found_by(elsewhere, run)
+    folder.rename(tmp_path / "moved")
+    assert found_by(elsewhere, run) == []
+    run.metrics.write_text('{"event": "checkpoint", "step": 200, "path": "s3://b/step-00000200"}\n{"event": "ch')
+    with pytest.raises(ConfigError, match=rf"\({other}\) has no .* step 200 as s3://b/step-00000200: set"):
+        found_by(elsewhere, run)
 
 
 def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: Path) -> None:
@@ -74,23 +87,7 @@ def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: P
         found_by(chosen, tmp_path, None)
 
 
-def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path, folder: Path) -> None:
-    run, other = RunDirectory(folder.parent), tmp_path / "other"
-    elsewhere = config(path=str(other))
-    told = (
-        rf"checkpoint.path \({other}\) has no checkpoint, and the run in {run.path} saved that of step 200 as {folder}/"
-    )
-    explained = re.escape(see("checkpoints#place-changed"))
-    with pytest.raises(ConfigError, match=rf"{told}step-00000200.*{explained}$"):
-        found_by(elsewhere, run)
-    folder.rename(tmp_path / "moved")
-    assert found_by(elsewhere, run) == []
-    run.metrics.write_text('{"event": "checkpoint", "step": 200, "path": "s3://b/step-00000200"}\n{"event": "ch')
-    with pytest.raises(ConfigError, match=rf"\({other}\) has no .* step 200 as s3://b/step-00000200: set"):
-        found_by(elsewhere, run)
-
-
-def test_what_is_tried_and_in_which_order(folder: Path) -> None:
+def test_what_is_tried_in_which_order_and_what_a_crash_left_without_its_name(folder: Path) -> None:
     checkpoints = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED)
     assert [each.step for each in checkpoints.candidates] == [200, 100]
     assert all(each.manifest is None for each in checkpoints.saved), "manifests are large, and each rank reads the one"
@@ -99,10 +96,7 @@ def test_what_is_tried_and_in_which_order(folder: Path) -> None:
     assert [each.step for each in checkpoints.saved] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
         found_by(config(resume=200), folder.parent)
-
-
-def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folder: Path) -> None:
-    """And gets its name; that of another run, or where a new run would save, is left as it is."""
+    # And gets its name; that of another run, or where a new run would save, is left as it is.
     name, partial = folder / "step-00000100", folder / ".step-00000100.partial"
     name.rename(partial)
     new = config(path=str(folder)), folder.parent / "none", None
@@ -138,9 +132,7 @@ def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("asked", "position"), [(None, 900), (100, 900 + 2 * 8)])
-def test_a_run_goes_on_where_it_was(
-    asked: int | None, position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_there(asked: int | None, position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the data too, which is ahead of the samples where batches of 8 were left out."""
     chosen = make_config(checkpoint={"resume": asked or "auto"}, train={"skip_batches": 2 if asked else 0})
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)
@@ -153,17 +145,14 @@ def test_a_run_goes_on_where_it_was(
     assert progress.position == position
 
 
-def test_other_data_are_refused(tmp_path: Path) -> None:
+def test_other_data_are_refused_or_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
     manifest = Manifest.read(write_checkpoint(tmp_path, 100))
     continued = training(config(), batches=TokenBatches(np.arange(99), 16, seed=1))
     resume.continue_data_from(manifest, replace(make_data(), fingerprint="tiny"), continued)
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
         resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), continued)
-
-
-def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
-    """A stream has a state of its own, which means nothing to a mixture."""
-    manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))
+    # A stream has a state of its own, which means nothing to a mixture.
+    manifest = Manifest.read(write_checkpoint(tmp_path / "stream", 100, rng={"stream": {"samples": 8, "epoch": 0}}))
     stages = MixtureStage(0, 0, {"web": 1.0})
     batches = BlendedBatches({"web": TokenBatches(np.arange(99), 16, seed=1)}, [stages])
     chosen, progress = config(), Progress()

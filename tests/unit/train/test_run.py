@@ -63,16 +63,13 @@ def test_fault_07_a_run_says_what_it_changes_beside_loaded_weights(tmp_path: Pat
     assert told == [("train.steps 1 → 2", changed), ("train.steps 1 → 2",)]
 
 
-def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_have_the_batch_of_rank_0_and_give_up_after_the_keys_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On another machine than the run's folder, a resumed run's number is not known."""
     monkeypatch.setattr("shardwise.distributed.collectives.broadcast_object", lambda value, group: 12)
     mesh = Mesh(device="cpu")
     named = load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"])
     assert _with_one_batch(named, mesh).train.global_batch == 12
     assert _with_one_batch(load_config("llama2-tiny"), mesh).train.global_batch == 8
-
-
-def test_a_rank_gives_up_a_collective_after_the_keys_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     join = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.distributed.devices.local_device", lambda: torch.device("cpu"))

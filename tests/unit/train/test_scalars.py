@@ -1,7 +1,5 @@
 """Trackers with the real packages, offline, in a process of their own."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -45,8 +43,6 @@ ID = "0123456789abcdef"
 OTHER, NAMED = "fedcba9876543210", "00ff00ff00ff00ff"
 STARTS = [(ID, 1, 2, 0), (ID, 2, 3, 0), (ID, 2, 3, 1), (ID, 4, 4, 1), (OTHER, 1, 1, 0)]
 """A run that does a step again after a crash, goes back, and continues; another run in a folder of the same name."""
-
-
 NAMES = {"project": "ablations", "run_name": "lr 3e-4", "tags": ["small", "team=nlp"]}
 """The keys of `log` by which trackers know a run."""
 
@@ -192,9 +188,7 @@ def require_no_secret(folder: Path) -> None:
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
 
 
-def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_return_to_an_earlier_step_counts_for_later_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And an error at the end is told in the run's files."""
 
     class Failing:
@@ -217,13 +211,6 @@ def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
     assert told == ["log.trackers: wandb failed and records no more of this run (no answer)"] * 4
 
 
-def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment_trackers.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
-        require_trackers(["trackio"])
-    assert require_trackers([]) == ()
-
-
 def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB")]:
@@ -233,3 +220,7 @@ def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch
     assert note.startswith("log.trackers: wandb has no key on this machine, so it records in the run's folder, and")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert require_trackers(["wandb"]) == ()
+    monkeypatch.setattr(experiment_trackers.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
+        require_trackers(["trackio"])
+    assert require_trackers([]) == ()

@@ -21,7 +21,7 @@ TINY: Any = load_config("llama2-tiny").model
 PAIR: Any = SimpleNamespace(size=2)
 
 
-def test_ranks_ask_one_another_until_the_slowest_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_ask_one_another_for_ends_failures_and_commits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No collective lasts as long as the work: a time-out of collectives does not bound it."""
     end = threading.Event()
     others, asked = [(True, False), (True, False), (False, False), (False, False)], []
@@ -36,14 +36,8 @@ def test_ranks_ask_one_another_until_the_slowest_has_done_its_work(monkeypatch: 
     assert rank_agreement.while_others_wait(lambda: end.wait(10), PAIR)
     assert asked[:3] == [(True, False)] * 3
     assert asked[-1] == (False, False)
-
-
-def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement.collectives, "reduce_numbers", lambda mine, group: [mine[0], True])
     assert rank_agreement.while_others_wait(lambda: "done", PAIR) == "done"
-
-
-def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "resolve_weights", lambda *_, **__: tmp_path / "0123")
     monkeypatch.setattr(start.collectives, "any_rank", lambda is_true, group: True)
     monkeypatch.setattr(start.collectives, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine])

@@ -1,7 +1,5 @@
 """Scores of slow ranks and of loss spikes, with ranks that are played one after the other."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -37,21 +35,13 @@ def played(work: list[float], *layout: int, steps: int = STRAGGLER_STEPS + 3) ->
     return found[0]
 
 
-def test_the_slowest_rank_is_named_with_its_scores() -> None:
+def test_the_slowest_rank_of_a_stage_is_named_with_its_scores() -> None:
     assert played([0.1, 0.1, 0.25, 0.1]) == Straggler(2, pytest.approx(2.5), 1.0)
     for equal in (played([0.1, 0.1, 0.1, 0.1]), played([0.25, 0.25], 2)):
-        assert equal is not None
         assert equal.relative == 1.0, "of ranks that are equally slow none is the slow one"
     assert played([0.1, 0.9], steps=STRAGGLER_STEPS) is None, "there is no window of steps yet"
-
-
-def test_stages_of_unequal_work_are_not_compared_with_each_other() -> None:
     found = played([0.1, 0.1, 0.4, 0.44], 2, 2)
-    assert found is not None
     assert (found.rank, found.relative) == (3, pytest.approx(1.1))
-
-
-def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
     rank = _Stragglers(mesh_of(1, 2, 1, 2))
     for seconds in [0.1] * STRAGGLER_STEPS + [0.3] * STRAGGLER_STEPS:
         rank.add(seconds)
@@ -62,7 +52,7 @@ def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
     assert rank.numbers()[2:] == [2.0, pytest.approx(3.0), pytest.approx(3.0)], "it says that it was this one"
 
 
-def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
+def test_occurrences_are_told_once_and_spikes_are_standard_deviations() -> None:
     slow = WarningOnce(1.5, 1.25)
     told = [slow.begins(score, who) for score, who in [(1.4, 3), (1.6, 3), (1.7, 3), (1.3, 3), (1.6, 3), (1.6, 5)]]
     assert told == [False, True, False, False, False, True]
@@ -70,8 +60,6 @@ def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
     assert slow.begins(1.6, 5), "it had ended"
     assert not slow.begins(None)
 
-
-def test_a_Progress_is_counted_in_standard_deviations() -> None:
     def spike(loss: float, before: list[float]) -> float | None:
         progress = Progress()
         progress.losses.extend(before)

@@ -51,7 +51,6 @@ def test_every_family_is_told(family: str) -> None:
     flops = flops_per_token(chosen.model, 64, chosen.data.predictions(64)) or 0.0
     memory = expected_memory(chosen, layout)
     found = rows(chosen, layout)
-    assert memory is not None
     for name, beginning in {
         "layout": "TP 2 × PP 1 × DP 1 = 2 ranks",
         "parameters": f"{units.count(parameters)} ({parameters:,}), ",
@@ -63,11 +62,18 @@ def test_every_family_is_told(family: str) -> None:
     assert "recompute" not in found
 
 
-def test_recompute_tells_its_price() -> None:
+def test_the_price_of_recompute_and_the_keys_that_differ_from_defaults() -> None:
     chosen = config(recompute="full")
     again = recomputed_flops_per_token(chosen.model, 64, chosen.recompute, fused_attention=False) or 0.0
     flops = flops_per_token(chosen.model, 64) or 0.0
     assert rows(chosen)["recompute"] == f"each block: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
+    chosen = config()
+    shown = dry_run("recipe", chosen, Layout(1), "cpu", False)
+    assert shown.startswith("# recipe: a dry run, nothing was started\n#\n# layout ")
+    assert parse_yaml(shown, "dry run") == chosen.without_defaults(chosen.recorded())
+    assert "hooks" not in shown
+    whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
+    assert parse_yaml(whole, "dry run") == chosen.recorded()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
@@ -97,20 +103,16 @@ def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once
     )
 
 
-# ---- a pipeline
-
-
 def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
     chosen = config(**{"global_batch": 8, "micro_batch": 1, **train})
     parallel = {"pipeline": pipeline, "schedule": schedule, "tensor": 2}
     return chosen.with_keys(model={"num_hidden_layers": 8}, parallel=parallel)
 
 
-def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:
+def test_ranks_that_need_most_and_sparse_models() -> None:
     chosen = piped(schedule="1f1b")
     layout = check_layout(chosen, 4)
     found, memory = rows(chosen, layout), memory_by_rank(chosen, layout)
-    assert memory is not None
     totals = [one.total for one in memory]
     most = totals.index(max(totals))
     wire = wire_bytes(step_transfers(chosen, layout, pipeline_rank=most)) or {}
@@ -120,41 +122,6 @@ def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> Non
     assert found["  pipeline"] == units.size(memory[most].pipeline)
     assert found["communication"] == f"{units.size(sum(wire.values()))} sent by pipeline rank {most} per step"
     assert "held by a rank at most" in found["parameters"]
-
-
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_the_keys_that_differ_from_defaults_are_the_whole_configuration(recipe: str) -> None:
-    chosen = load_config(recipe).with_batch_for(256)
-    recorded = chosen.recorded()
-    assert config_from_sections(chosen.without_defaults(recorded)) == config_from_sections(recorded)
-
-
-def test_a_dry_run_is_the_summary_and_the_keys_that_differ_from_defaults() -> None:
-    chosen = config()
-    shown = dry_run("recipe", chosen, Layout(1), "cpu", False)
-    assert shown.startswith("# recipe: a dry run, nothing was started\n#\n# layout ")
-    assert parse_yaml(shown, "dry run") == chosen.without_defaults(chosen.recorded())
-    assert "hooks" not in shown
-    whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
-    assert parse_yaml(whole, "dry run") == chosen.recorded()
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_the_memory_of_the_machine_has_python_and_torch_of_each_rank(
-    has_room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processes = 2 * 300 * 2**20
-    needed = memory_of_machine(config(), Layout(2), range(2))
-    assert needed is not None
-    expected = needed[1] + processes
-    monkeypatch.setattr("shardwise.base.hardware.available_memory", lambda: expected if has_room else expected - 1)
-    told = rows(config(), Layout(2))["host memory"]
-    assert told.startswith(f"{units.size(expected)} expected for 2 ranks on one machine, ")
-    assert ", with about 300 MiB for Python and torch on each; " in told
-    assert ("the system may kill a rank here" in told) == (not has_room)
-
-
-def test_a_sparse_model_has_active_parameters_and_what_unequal_loads_add() -> None:
     chosen = load_config("olmoe-tiny", ["parallel.expert=2"])
     layout = check_layout(chosen, 4)
     found = rows(chosen, layout)
@@ -169,3 +136,22 @@ def test_a_sparse_model_has_active_parameters_and_what_unequal_loads_add() -> No
     assert found["experts"].endswith(f" more memory and sends (f - 1) × {units.size(twice - once)} more")
     assert rows(chosen.with_keys(parallel={"expert": 1}), Layout(4))["experts"].endswith("all on each rank")
     assert "experts" not in rows(config("llama"))
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_the_keys_that_differ_from_defaults_are_the_whole_configuration(recipe: str) -> None:
+    chosen = load_config(recipe).with_batch_for(256)
+    recorded = chosen.recorded()
+    assert config_from_sections(chosen.without_defaults(recorded)) == config_from_sections(recorded)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_the_memory_of_a_machine_has_python_and_torch_of_ranks(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = 2 * 300 * 2**20
+    needed = memory_of_machine(config(), Layout(2), range(2))
+    expected = needed[1] + processes
+    monkeypatch.setattr("shardwise.base.hardware.available_memory", lambda: expected if has_room else expected - 1)
+    told = rows(config(), Layout(2))["host memory"]
+    assert told.startswith(f"{units.size(expected)} expected for 2 ranks on one machine, ")
+    assert ", with about 300 MiB for Python and torch on each; " in told
+    assert ("the system may kill a rank here" in told) == (not has_room)

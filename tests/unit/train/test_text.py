@@ -27,15 +27,12 @@ def test_the_pieces_are_the_text(tokenizer: Tokenizer, prompt: str) -> None:
     assert all("\ufffd" not in piece for piece in found)
 
 
-def test_a_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
+def test_a_character_comes_with_its_last_byte_and_spaces_stay(tokenizer: Tokenizer) -> None:
     assert pieces(tokenizer, "a🎹b") == ["a", "", "", "", "🎹", "b", ""]
     detokenizer, start = _Detokenizer(tokenizer), int(tokenizer.encode("🎹")[0])
     found = [detokenizer.push(token) for token in (start, *tokenizer.encode("abc").tolist())]
     assert "".join(found) == "\ufffdabc", "bytes that are no text do not stop what follows"
-
-
-def test_spaces_of_a_sentencepiece_tokenizer_stay() -> None:
-    """Its decoder drops the space before the first token: one decoded by itself would lose it each time."""
+    # Its decoder drops the space before the first token: one decoded by itself would lose it each time.
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

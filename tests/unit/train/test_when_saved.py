@@ -46,22 +46,16 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     return made.saved, stop
 
 
-def test_every_few_steps_and_at_the_last() -> None:
+def test_when_a_run_saves_and_what_is_saved_again() -> None:
     """The place in the data is ahead of the samples."""
     found, stop = saved(2)
     assert (list(found), stop) == ([2, 4, 5], None)
     found, _ = saved(0)
     assert list(found) == [5]
     assert (found[5]["samples"], found[5]["position"]) == (40, 64)
-
-
-def test_a_stop_is_saved_and_told() -> None:
     found, stop = saved(0, stopped_at=3)
     assert (list(found), stop) == ([3], "somebody")
-
-
-def test_a_checkpoint_that_is_saved_again_has_all_progress() -> None:
-    """The losses too, by which a spike is noticed after the next resume."""
+    # The losses too, by which a spike is noticed after the next resume.
     made: Any = Saves()
     unused: Any = None
     checkpoints = CheckpointSaver(unused, made, unused, lambda: None)

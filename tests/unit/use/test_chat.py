@@ -1,4 +1,4 @@
-"""The two sides of a conversation, each with the other one played. Real ones: tests/e2e/test_chat.py."""
+"""The two sides of a conversation; the other one is a thread (real ones: tests/e2e/test_evaluate_and_generate.py)."""
 
 import argparse
 import io

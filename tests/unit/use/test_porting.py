@@ -256,6 +256,17 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
         assert found == values
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_length", 64), ("max_length", None), ("max_seq_length", 64)])
+def test_a_config_of_trl_keeps_its_own_length(name: str, value: int | None, others: Path) -> None:
+    """Without a limit, the length is asked for."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 100, "packing": True, name: value}
+    (others / "run.json").write_text(json.dumps(settings))
+    made = recipe_of(str(others / "run.json"), [f"model.config={others / 'model'}"])
+    assert made.sections["train"].get("sequence_length") == value
+    assert {row.name for row in made.rows} & {"max_length", "max_seq_length"} == ({name} if value else set())
+    assert ["train.sequence_length" in problem for problem in made.problems] == [True] * (value is None)
+
+
 @pytest.mark.parametrize(
     "flags", ["sft.py --padding_free", "sft.py --max_length 64", "sft.py --loss_type dft", "trl sft", "sft.py"]
 )
@@ -276,7 +287,7 @@ def test_a_command_of_trl_is_known(flags: str, others: Path, cli: CommandLine) -
 
 @pytest.mark.parametrize(("lines", "beside", "warmup"), WARMUPS)
 def test_the_warmup_of_axolotl(lines: str, beside: list[str], warmup: int, others: Path) -> None:
-    """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, and 2 for 1."""
+    """axolotl 0.19, `_configure_warmup_and_logging`: 3 % of the steps, at most 100, rounded down, and 2 for 1."""
     file = others / "axolotl.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace("max_steps: 5000", lines), encoding="utf-8")
     made = recipe_of(str(file), [f"model.config={others / 'model'}", *beside])

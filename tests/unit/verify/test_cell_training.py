@@ -8,11 +8,7 @@ import torch
 
 from shardwise.base.errors import RunError
 from shardwise.config import Config, load_config
-from shardwise.verify.cell_training import (
-    ReferenceTraining,
-    train_cell,
-    train_reference,
-)
+from shardwise.verify.cell_training import ReferenceTraining, train_cell, train_reference
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature
 from shardwise.verify.tolerance import Tolerance

@@ -12,7 +12,7 @@ from shardwise.base.errors import RunError
 from shardwise.cli import main
 from shardwise.verify import collective_check as ranks
 from shardwise.verify import machine_checks
-from shardwise.verify.machine_checks import Check, check_software, passed_check
+from shardwise.verify.machine_checks import Check, check_software
 
 REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
 REQUIRES += ['protobuf>=4.25; extra == "pieces"', 'sentencepiece>=0.2; extra == "pieces"']
@@ -34,7 +34,7 @@ def versions(**changed: str | None) -> dict[tuple[str, str], str]:
     }
 
 
-def test_software() -> None:
+def test_software_and_a_collective_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     found = versions()
     assert {status for _, status in found} == {"ok"}
     assert "torch 2.13.0+cpu" in found["torch", "ok"]
@@ -46,6 +46,15 @@ def test_software() -> None:
     assert found["packages", "wrong"] == "numpy (not installed) must be >=1.26 pip install 'numpy>=1.26'"
     assert found["[hdf5]", "warning"] == "h5py (3.1.0) must be >=3.11 pip install 'h5py>=3.11'"
     assert "pip install 'shardwise[hdf5]'" in versions(h5py=None)["[hdf5]", "ok"]
+
+    def launch(command: list[str], _nproc: int, folder: Path) -> None:
+        raise RunError(f"rank 1 failed: RuntimeError: connection refused\ntraceback: {folder}/logs/rank-0001.log")
+
+    monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
+    found = ranks.check_collective()
+    assert found.status == "wrong"
+    assert found.found.startswith("rank 1 failed: RuntimeError: connection refused\ntraceback: ")
+    assert "name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the firewall" in found.mend
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,7 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_written_and_a_launcher_is_there_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = machine_checks._check_folder("run folder", tmp_path / "runs" / "new")
     assert found.status == "ok"
     assert not list(tmp_path.iterdir())
@@ -97,9 +106,6 @@ def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pyte
     (found,) = machine_checks._check_folder("cache", tmp_path / "file")
     assert (found.status, found.found) == ("wrong", f"{tmp_path / 'file'} cannot be written: Not a directory")
     assert found.mend.endswith("SHARDWISE_CACHE")
-
-
-def test_variables_of_a_launcher_that_is_not_there() -> None:
     assert machine_checks._check_launcher({}).status == "ok"
     assert machine_checks._check_launcher({"WORLD_SIZE": "2"}).status == "wrong"
     whole = {f"OMPI_COMM_WORLD_{name}": number for name, number in zip(("RANK", "SIZE"), "02", strict=True)}
@@ -107,17 +113,6 @@ def test_variables_of_a_launcher_that_is_not_there() -> None:
     whole |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert "several tasks of srun or mpirun" in machine_checks._check_launcher(whole).found
     assert machine_checks._check_memory(2**20).status == "warning"
-
-
-def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(command: list[str], _nproc: int, folder: Path) -> None:
-        raise RunError(f"rank 1 failed: RuntimeError: connection refused\ntraceback: {folder}/logs/rank-0001.log")
-
-    monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
-    found = ranks.check_collective()
-    assert found.status == "wrong"
-    assert found.found.startswith("rank 1 failed: RuntimeError: connection refused\ntraceback: ")
-    assert "name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the firewall" in found.mend
 
 
 @pytest.mark.slow
@@ -137,10 +132,10 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     found = f"{tmp_path}/cache of https://u:hidden-word@host cannot be written"
     bad = Check("cache", "wrong", found, "make it writable")
-    monkeypatch.setattr(machine_checks, "check_software", lambda: iter([passed_check("torch", "2.13.0")]))
+    monkeypatch.setattr(machine_checks, "check_software", lambda: iter([Check("torch", "ok", "2.13.0")]))
     monkeypatch.setattr(machine_checks, "check_machine", lambda _: iter([bad]))
     monkeypatch.setattr(ranks, "prepared_check", nullcontext)
-    monkeypatch.setattr(ranks, "check_collective", lambda: passed_check("collective", "2 ranks"))
+    monkeypatch.setattr(ranks, "check_collective", lambda: Check("collective", "ok", "2 ranks"))
 
 
 @pytest.mark.usefixtures("some")

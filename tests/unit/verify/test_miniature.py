@@ -53,7 +53,7 @@ def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> No
     assert bool(refused) == (len(found) < len(cells))
 
 
-def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone() -> None:
+def test_cells_of_plain_models_and_of_recipes() -> None:
     """Its class takes no `group`: it is not broken at TP 2, it cannot be cut."""
     sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = {"family": "examples.own_model.plain:Decoder", "num_attention_heads": 4, **sizes}
@@ -66,9 +66,6 @@ def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone(
         "parallel.tensor must be 1: examples.own_model.plain:Decoder takes no argument group, so it is not made of "
         "sharded layers, and only data parallelism and ZeRO can be verified"
     ]
-
-
-def test_every_cell_is_a_configuration_of_its_layout() -> None:
     config, cells = small(load_config("llama2-7b", ["parallel.replicate=2"]))
     for cell in cells:
         here = miniature_at_cell(config, cell)
@@ -80,27 +77,12 @@ def test_every_cell_is_a_configuration_of_its_layout() -> None:
         assert here.parallel.replicate == (2 if cell.data * cell.context % 2 == 0 else 1)
 
 
-def test_the_steps_move_the_weights() -> None:
+def test_the_steps_move_the_weights_and_the_tolerance_is_that_of_the_dtypes() -> None:
     """A warmup of thousands of steps would leave a rate of about 0, with which every layout agrees."""
     config, _ = small(load_config("llama2-7b"))
     assert (config.optimizer.warmup_steps, config.optimizer.lr) == (1, 1e-3)
     assert small(load_config("llama2-7b", ["optimizer.name=lamb"]))[0].optimizer.lr == 1e-2
 
-
-def test_with_bits_all_layouts_have_micro_batches_of_two_samples() -> None:
-    recipe = load_config("bert-tiny")
-    cells = layouts_to_verify(recipe, "cpu", 8, parse_layouts(["all"]))
-    cells = [cell for cell in cells if cell.tensor < 8 and cell.context == 1]
-    bits = miniature(recipe, cells, 4, has_accelerator=False, bitwise=True)
-    kept, reasons = trainable_cells(bits, cells)
-    assert (len(kept), reasons) == (len(cells), [])
-    assert {miniature_at_cell(bits, cell).train.micro_batch for cell in (*cells, Cell())} == {2}
-
-
-# ---- the verdict
-
-
-def test_the_tolerance_is_that_of_the_dtypes() -> None:
     def tolerance(*overrides: str) -> Tolerance:
         return Tolerance.of(miniature(load_config("llama2-tiny", overrides), [Cell()], 2, has_accelerator=False))
 
@@ -111,7 +93,14 @@ def test_the_tolerance_is_that_of_the_dtypes() -> None:
     assert tolerance("precision.mode=float32", "precision.matmul=fp8") == Tolerance(2**-10, 2**-2)
 
 
-def test_products_in_fp8_fit_all_layouts_of_the_recipe() -> None:
+def test_micro_batches_of_bits_and_of_fp8() -> None:
+    recipe = load_config("bert-tiny")
+    cells = layouts_to_verify(recipe, "cpu", 8, parse_layouts(["all"]))
+    cells = [cell for cell in cells if cell.tensor < 8 and cell.context == 1]
+    bits = miniature(recipe, cells, 4, has_accelerator=False, bitwise=True)
+    kept, reasons = trainable_cells(bits, cells)
+    assert (len(kept), reasons) == (len(cells), [])
+    assert {miniature_at_cell(bits, cell).train.micro_batch for cell in (*cells, Cell())} == {2}
     recipe = load_config("gpt-neox-tiny", ["precision.mode=null", "precision.matmul=fp8"])
     config, cells = small(recipe)
     assert config.precision.resolved(accelerator=False) == recipe.precision.resolved(accelerator=False)

@@ -18,7 +18,7 @@ from shardwise.verify.miniature import miniature
 from shardwise.verify.tolerance import Tolerance
 
 
-def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
+def test_a_choice_that_no_rounding_explains_is_told_and_counted_once(tmp_path: Path) -> None:
     """The worst experts in the place of the best."""
     recipe = load_config("olmoe-tiny", ["model.num_hidden_layers=1", "train.global_batch=2"])
     config = miniature(recipe, [Cell()], 2, has_accelerator=False)
@@ -37,9 +37,6 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
         "the choice of experts by model.layers.0.mlp.gate for token 0 of sample 0 is not that of one process, though "
         "no scores were nearly equal"
     )
-
-
-def test_ranks_that_have_the_same_token_count_it_once() -> None:
     by_rank = [{("gate", 1): 2, ("gate", 2): 1}, {("gate", 1): 2}]
     with mock.patch.object(recorded_choices.collectives, "all_gather_objects", return_value=by_rank):
         assert recorded_choices._joined({}, Group()) == {("gate", 1): 2, ("gate", 2): 1}
@@ -62,7 +59,7 @@ def test_ranks_that_have_the_same_token_count_it_once() -> None:
         (Routing(6, 2, groups=3, chosen_groups=1), [0.6, 0.4, 0.9, 0.09, 0.0, 0.0], [2, 3], True),
     ],
 )
-def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
+def test_choices_of_nearly_equal_scores(
     routing: Routing, scores: list[float], wanted: list[int], is_wrong: bool
 ) -> None:
     found = recorded_choices.RecordedChoices({}, 1e-5)

@@ -12,7 +12,7 @@ from shardwise.runs.state_records import RecordedHash, StateRecords
 from shardwise.verify.replay import ReplayedStretch, compare_replay, hash_difference, read_replay_config
 
 
-def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_a_replay_refuses_and_compares(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.write_config(dump_yaml(load_config("llama2-tiny", ["train.bitwise=true"]).recorded()))
     with pytest.raises(ConfigError) as caught:
@@ -23,9 +23,6 @@ def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
     ]
     _, changed = read_replay_config(run, ["parallel.tensor=2"])
     assert changed.parallel.tensor == 2
-
-
-def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
     state = RecordedHash("0" * 16, {})
     recorded = StateRecords({1: 4.0, 2: 3.0}, {1: 1.0, 2: 1.5}, {1: state, 2: state})
     replayed = StateRecords({1: 4.0}, {1: 1.0}, {1: state})
@@ -37,9 +34,6 @@ def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
         "gradient norm 1.5 in the run, None in the replay",
         "state after it: no hash in the replay",
     )
-
-
-def test_a_difference_names_its_tensors() -> None:
     recorded = RecordedHash("one", {"model/a": "00000000", "model/b": "11111111"})
     assert hash_difference(recorded, recorded) is None
     other = RecordedHash("two", {"model/a": "00000000", "model/b": "22222222"})

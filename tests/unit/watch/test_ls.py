@@ -112,6 +112,19 @@ def test_the_object_of_each_folder(cli: CommandLine) -> None:
     assert "DIR (nowhere) must be a folder of runs, or a run's folder" in cli.refused("ls", "nowhere")
 
 
+def test_a_job_that_was_not_submitted_is_told(cli: CommandLine) -> None:
+    """`submit --write-only` has made its folder; one with a job in the queue, or with a run, is no such folder."""
+    write_three()
+    for name in ("done", "waits", "written"):
+        Path("runs", name).mkdir(exist_ok=True)
+        Path("runs", name, "job.sh").touch()
+    Path("runs/waits/jobs.jsonl").touch()
+    sentence = "runs/written holds a job that was not submitted: submit it by `sbatch runs/written/job.sh`"
+    for folder in ("runs", "runs/written"):
+        assert [text for text in cli.facts("ls", folder)["problems"] if "job.sh" in text] == [sentence]
+    assert sentence in cli("ls").err
+
+
 def test_a_submitted_job_is_listed_before_its_run_begins(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     write_three()
     for name, number in (("done", "6"), ("waits", "7"), ("starts", "8"), ("is-over", "9")):

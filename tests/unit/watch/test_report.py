@@ -13,8 +13,7 @@ import yaml
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
 from shardwise_watch.report.chart import line_chart
-from shardwise_watch.report.numbers import curve_columns
-from shardwise_watch.report.verdict import verdict
+from shardwise_watch.report.numbers import curve_columns, verdict
 from shardwise_watch.step_metrics import PARTS, CurveColumn, StepCurve
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run

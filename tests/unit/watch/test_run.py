@@ -233,11 +233,17 @@ def test_no_view_shows_a_secret(view: list[str], tmp_path: Path, cli: CommandLin
 def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     newer = write_run(tmp_path / "newer")
+    (tmp_path / "written").mkdir()
+    (tmp_path / "written/job.sh").touch()
     (newer / "run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
     for path, message in (
         (None, "^no run found: runs/latest is not there"),
         (tmp_path / "none", "must be the folder of a run, it is not there"),
         (tmp_path, "it holds no run"),
+        (
+            tmp_path / "written",
+            r"/written holds a job that was not submitted: submit it by `sbatch \S+/written/job\.sh`",
+        ),
         (newer / "run.json", "it is a file"),
         (newer, "a newer one wrote it: update shardwise$"),
     ):

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import math
 import os
 import shutil
 import subprocess
@@ -388,3 +389,9 @@ def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with pytest.raises(ConfigError, match=r"TERM \(dumb\) must be a terminal with a screen"):
         top.run(Namespace(run=run, others=[], once=False, interval=2.0))
+
+
+def test_what_no_expert_recorded_is_a_dash() -> None:
+    """A step without tokens for experts has NaN."""
+    event = {"expert_load_max": "nan", "expert_idle": math.nan, "expert_entropy": 0.5}
+    assert drawing.further_rows(event) == [("experts", "largest load –, – idle, entropy 0.500")]

@@ -106,7 +106,6 @@ def diff_folders(a: Root, b: Root, progress: Callable[[int], None] = lambda _: N
 
 
 def _entries(tensors: StoredTensors) -> dict[tuple[str, str], TensorEntry]:
-    """(state, name) → tensor, in the order in which they are shown."""
     entries: dict[tuple[str, str], TensorEntry] = {}
     for state in ordered_states(tensors.states):
         for name in ordered_names(tensors.states[state]):
@@ -117,7 +116,6 @@ def _entries(tensors: StoredTensors) -> dict[tuple[str, str], TensorEntry]:
 def _compare(
     a: StoredTensors, b: StoredTensors, state: str, name: str, progress: Callable[[int], None]
 ) -> TensorDifference:
-    """Compare a tensor that both hold in one shape, a segment at a time."""
     entry = a.states[state][name]
     dtype_a = entry.dtype
     dtype_b = b.states[state][name].dtype
@@ -176,7 +174,6 @@ def _config_differences(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[st
 
 
 def _described(folder: Root) -> dict[str, Any]:
-    """The fields of `config.json`; empty where it is missing or cannot be read."""
     try:
         fields = json_value((folder / CONFIG).read(0, MAX_INDEX_BYTES))
     except (StoreError, ValueError):

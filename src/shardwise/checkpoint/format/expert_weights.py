@@ -128,5 +128,4 @@ def _experts_of_blocks(names: Iterable[str]) -> dict[int, set[int]]:
 
 
 def _counted(noun: str, numbers: Collection[int]) -> str:
-    """`block 3`, `blocks 0…3`, or `no block`."""
     return f"{noun}{'s' * (len(numbers) > 1)} {chunk_numbers_text(numbers)}" if numbers else f"no {noun}"

@@ -14,21 +14,13 @@ from typing import Any
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.parsing import json_value
 from shardwise.base.tensor_box import box_segments
+from shardwise.checkpoint.format import writing
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.model_files import with_readable_tokenizer
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast_overflows, cast_values
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.weight_files import INDEX
-from shardwise.checkpoint.format.writing import (
-    CONFIG,
-    MAX_SHARD_BYTES,
-    STREAM_BYTES,
-    StreamedWeight,
-    WrittenFolder,
-    to_json,
-    write_folder,
-)
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
 from shardwise.config import FamilyConfig, checked_model_section
@@ -85,16 +77,16 @@ class Export:
     def nbytes(self) -> int:
         return sum(self.dtypes.values())
 
-    def write(self, parent: Root, name: str, max_shard_bytes: int = MAX_SHARD_BYTES) -> WrittenFolder:
+    def write(self, parent: Root, name: str, max_shard_bytes: int = writing.MAX_SHARD_BYTES) -> writing.WrittenFolder:
         """Write the folder `name` in `parent`, which appears complete or not at all.
 
         Raises:
             ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
             the range of float16. StoreError: out of space, or the like.
         """
-        return write_folder(parent, name, self.weights, self.small_files(), max_shard_bytes=max_shard_bytes)
+        return writing.write_folder(parent, name, self.weights, self.small_files(), max_shard_bytes=max_shard_bytes)
 
-    def _weight(self, name: str) -> StreamedWeight:
+    def _weight(self, name: str) -> writing.StreamedWeight:
         """A weight in the dtype of the export, from its master where that saves a rounding."""
         entry = self._manifest.tensors[MODEL][name]
         # Integers, such as quantized weights, stay as they are.
@@ -105,11 +97,11 @@ class Export:
         if target != entry.dtype and name in self._manifest.tensors.get(MASTER, {}):
             state = MASTER
             self.masters += 1
-        return StreamedWeight(name, target, entry.shape, partial(self._read, state, name, target))
+        return writing.StreamedWeight(name, target, entry.shape, partial(self._read, state, name, target))
 
     def _read(self, state: str, name: str, target: str) -> Iterator[Buffer]:
         entry = self._manifest.tensors[state][name]
-        for box in box_segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
+        for box in box_segments(entry.shape, writing.STREAM_BYTES // DTYPES[entry.dtype].itemsize):
             values = self._stored.read(state, name, box)
             # A value beyond the range would become infinite without a word.
             if target == "F16" and cast_overflows(values, entry.dtype, target):
@@ -123,26 +115,26 @@ class Export:
     def described(self) -> dict[str, Any]:
         """The fields of the checkpoint's `config.json`; ConfigError if there is none, DamageError if it is damaged."""
         entries = {entry.path: entry for entry in self._manifest.files}
-        if CONFIG not in entries and not self._manifest.config:
+        if writing.CONFIG not in entries and not self._manifest.config:
             raise ConfigError(
-                f"{self._folder} must have a {CONFIG}: its loop saved none; save it by shardwise.save_checkpoint with "
-                "config=, which describes the model"
+                f"{self._folder} must have a {writing.CONFIG}: its loop saved none; save it by "
+                "shardwise.save_checkpoint with config=, which describes the model"
             )
-        if CONFIG not in entries:
-            raise ConfigError(f"{self._folder} must have a {CONFIG}: it has {listing(sorted(entries)[:6])}")
+        if writing.CONFIG not in entries:
+            raise ConfigError(f"{self._folder} must have a {writing.CONFIG}: it has {listing(sorted(entries)[:6])}")
         try:
-            described = json_value(read_whole(self._folder, entries[CONFIG]))
+            described = json_value(read_whole(self._folder, entries[writing.CONFIG]))
             if not isinstance(described, dict):
                 raise ValueError("it is no JSON object")
         except ValueError as error:
-            raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
+            raise DamageError(f"{self._folder / writing.CONFIG} is damaged: {error}") from None
         return described
 
     @property
     def model(self) -> FamilyConfig:
         """The model that `config.json` describes; ConfigError if it is of no family."""
         return checked_model_section(
-            from_hugging_face(self.described, str(self._folder / CONFIG)), str(self._folder / CONFIG)
+            from_hugging_face(self.described, str(self._folder / writing.CONFIG)), str(self._folder / writing.CONFIG)
         )
 
     def small_files(self) -> dict[str, bytes]:
@@ -151,10 +143,10 @@ class Export:
         dtype_fields = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
         # The index is left out: the export has other shards. A card of the checkpoint takes the place of the one here.
         files = {
-            CONFIG: to_json({**self.described, **dict.fromkeys(dtype_fields, dtype)}),
+            writing.CONFIG: writing.to_json({**self.described, **dict.fromkeys(dtype_fields, dtype)}),
             MODEL_CARD: model_card(self._manifest),
         }
         for entry in self._manifest.files:
-            if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
+            if not entry.path.endswith(".safetensors") and entry.path not in (writing.CONFIG, INDEX):
                 files[entry.path] = read_whole(self._folder, entry)
         return with_readable_tokenizer(files, pairs=self.described.get("model_type") == "bert")

@@ -16,6 +16,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -327,7 +328,6 @@ def _file(plain: object) -> FileEntry:
 
 
 def _tensor(name: str, plain: object, lengths: Numbers) -> TensorEntry:
-    """The tensor that a JSON value describes; `lengths`: the length of each file."""
     fields, dtype, shape = tensor_fields(name, plain)
     if dtype not in DTYPES:
         raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
@@ -377,7 +377,6 @@ def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
 
 
 def _value(plain: Mapping[str, Any], key: str, kind: type) -> Any:
-    """The value of a key; ValueError where it is missing or of another type."""
     value = plain.get(key)
     if not isinstance(value, kind):
         raise ValueError(f"{key} must be a JSON {_JSON_TYPES[kind]}")
@@ -525,3 +524,66 @@ def _entry(row: list[int]) -> PieceEntry:
     file, offset, *box = row
     dims = len(box) // 2
     return PieceEntry(file, offset, Box(tuple(box[:dims]), tuple(box[dims:])))
+
+
+_PAIRS_AT_ONCE = 2**20
+"""Pairs of boxes that are compared at once: some tens of megabytes of indices."""
+
+
+def untiled_tensors(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
+    """The tensors of a manifest whose pieces do not tile them, with the reason."""
+    return [
+        f"the pieces of {state}/{name} {problem}"
+        for state, named in tensors.items()
+        for name, tensor in named.items()
+        if (problem := tiling_problem(tensor.shape, tensor.table))
+    ]
+
+
+def tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
+    """The reason why the stored pieces of a tensor, each inside its shape, do not tile it.
+
+    None where every element is in exactly one of them: they do not overlap, and have as many elements as the shape.
+    """
+    numels = pieces.sizes.prod(axis=1)
+    starts = pieces.starts[numels > 0]
+    sizes = pieces.sizes[numels > 0]
+    if len(starts) > 1:
+        if not shape:
+            return "overlap: it has one element"
+        pair = _overlap(starts, starts + sizes)
+        if pair is not None:
+            first, second = (
+                ", ".join(f"{a}:{a + n}" for a, n in zip(starts[at].tolist(), sizes[at].tolist(), strict=True))
+                for at in pair
+            )
+            return f"overlap: [{first}] and [{second}]"
+    covered = int(numels.sum())
+    total = math.prod(shape)
+    return None if covered == total else f"leave a gap: they cover {covered:,} of its {total:,} elements"
+
+
+def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
+    """The numbers of two boxes that share an element; none of them is empty. `starts`, `stops`: `[boxes, dims]`.
+
+    Along the dim with the most different starts, only boxes that overlap in it are compared, a million pairs at a time.
+    """
+    dim = max(range(starts.shape[1]), key=lambda i: len(np.unique(starts[:, i])))
+    order = np.argsort(starts[:, dim], kind="stable")
+    starts = starts[order]
+    stops = stops[order]
+    boxes = np.arange(len(starts))
+    # Of the boxes behind a box in this order, the first `candidates` begin before it ends: these alone may overlap it.
+    candidates = np.searchsorted(starts[:, dim], stops[:, dim]) - boxes - 1
+    for block in np.split(boxes, np.flatnonzero(np.diff(np.cumsum(candidates) // _PAIRS_AT_ONCE)) + 1):
+        # For box b with c candidates, the pairs (b, b + 1), (b, b + 2), ..., (b, b + c).
+        count = candidates[block]
+        first = np.repeat(block, count)
+        pairs_before = np.repeat(np.cumsum(count) - count, count)
+        second = first + 1 + np.arange(len(first)) - pairs_before
+        shared = np.flatnonzero(((starts[second] < stops[first]) & (starts[first] < stops[second])).all(axis=1))
+        if len(shared):
+            # The pair whose later box comes first.
+            pair = shared[np.lexsort((first[shared], second[shared]))[0]]
+            return int(order[first[pair]]), int(order[second[pair]])
+    return None

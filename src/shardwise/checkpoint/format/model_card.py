@@ -119,5 +119,4 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """`text` without characters that end a cell or a code span of Markdown."""
     return "".join(character if character.isprintable() and character not in "`|" else "_" for character in text)

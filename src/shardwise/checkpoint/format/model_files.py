@@ -109,7 +109,7 @@ def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[
 
 
 def config_token_ids(config_file: Root) -> dict[str, Any]:
-    """The special tokens' ids in a `config.json` beside weights, by field; a copy without one has the same default."""
+    """The special tokens' ids in the `config.json` of a model's folder, by field; a copy without one has the same."""
     fields = json_object(config_file.read(), str(config_file))
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 
@@ -193,7 +193,7 @@ def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
 
 
 def model_beside_weights(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
-    """The model of stored weights, by the `config.json` beside them; `ignore`: fields without effect, as users say.
+    """The model of a folder's weights, by the `config.json` beside them; `ignore`: fields without effect, as users say.
 
     Raises:
         ConfigError: the model is not supported, or the file cannot be read: every problem.
@@ -211,7 +211,6 @@ def _free_keys(config: FamilyConfig) -> frozenset[str]:
 
 
 def _meaningful_values(config: FamilyConfig) -> dict[str, Any]:
-    """The fields that decide what the weights mean, each in one spelling."""
     dropout_keys = {key for role, key in config.keys.items() if role.endswith("_dropout")}
     free = {"initializer_range", "ignore", *dropout_keys}
     values = {key: value for key, value in config.model_dump(mode="json").items() if key not in free}
@@ -222,7 +221,6 @@ def _meaningful_values(config: FamilyConfig) -> dict[str, Any]:
 
 
 def _rotates_by_longest(values: Mapping[str, Any]) -> bool:
-    """True if the angles, or the factor on them, depend on the model's longest sequence."""
     scaling = values["rope_scaling"] or {"rope_type": "default"}
     if scaling["rope_type"] == "dynamic":
         return True

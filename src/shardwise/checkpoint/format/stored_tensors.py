@@ -14,15 +14,10 @@ import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format import weight_files
 from shardwise.checkpoint.format.expert_weights import EXPERT_NUMBER, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
-from shardwise.checkpoint.format.weight_files import (
-    SHARDS,
-    absent_parts_problem,
-    find_weight_files,
-    unconsolidated_files,
-)
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
@@ -59,7 +54,7 @@ class StoredTensors:
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             return StoredTensors(folder, manifest.tensors, manifest)
-        files = find_weight_files(folder)
+        files = weight_files.find_weight_files(folder)
         weights: dict[str, TensorEntry] = {}
         parts: dict[tuple[str, str, int], list[PieceEntry]] = {}
         damage: list[str] = []
@@ -152,8 +147,8 @@ def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]])
         tensors[name] = TensorEntry(shape, dtype, pieces)
     if incomplete:
         raise ConfigError(
-            f"{folder} must have the files {SHARDS} of all ranks of one save: parts of {listing(incomplete, most=3)} "
-            "are missing, or there twice"
+            f"{folder} must have the files {weight_files.SHARDS} of all ranks of one save: parts of "
+            f"{listing(incomplete, most=3)} are missing, or there twice"
         )
     return tensors
 
@@ -196,8 +191,8 @@ def find_sources(
     for canonical_name, names in sources.items():
         # The canonical spelling comes first, and the second copy of a tied weight last.
         names.sort(key=lambda name: (name != canonical_name, name in spelled.tied))
-    absent = absent_parts_problem(
-        where, files, _ranks_of_parts(shapes, stored, sources) if unconsolidated_files(files) else 0
+    absent = weight_files.absent_parts_problem(
+        where, files, _ranks_of_parts(shapes, stored, sources) if weight_files.unconsolidated_files(files) else 0
     )
     return sources, absent or tensor_mismatches(where, shapes, stored, canonical=canonical_names)
 

@@ -7,15 +7,17 @@ read once more, for their hash: it tells of values that were wrong already when 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from shardwise.base.errors import listing
-from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, piece_label
+from shardwise.base.tensor_box import box_segments
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, piece_label, untiled_tensors
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, read_header
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.chunks import (
     READ_BYTES,
     FileEntry,
@@ -25,6 +27,7 @@ from shardwise.checkpoint.storage.chunks import (
     verify_chunk,
 )
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.optim.state_digest import StateHash, box_sum, digest_place
 
 _SUFFIX = ".safetensors"
 _EXPONENT_BITS = {
@@ -36,8 +39,8 @@ E4M3 has no infinity, and gives its largest exponent to numbers but for the NaN.
 """
 _COUNTED_AT_ONCE = 2**18
 """Values whose mask is in memory at once: it then stays in the processor's cache."""
-_PAIRS_AT_ONCE = 2**20
-"""Pairs of boxes that are compared at once: some tens of megabytes of indices."""
+_HASHED_AT_ONCE = 2**20
+"""Elements in memory at once, 8 MiB as integers of 64 bits."""
 _SHOWN = 5
 
 
@@ -114,10 +117,8 @@ def verify_checkpoint(folder: Root, progress: Callable[[int], None] = lambda _: 
     # Of a checkpoint that is damaged, the hash would only say so once more.
     if not report.problems:
         try:
-            from shardwise.checkpoint.format.stored_state_hash import state_hash_problems
-
             report.state_hash = None if manifest.state_hash is None else str(manifest.state_hash.get("hash"))
-            report.problems += state_hash_problems(folder, manifest)
+            report.problems += _state_hash_problems(folder, manifest)
         except StoreError as error:
             report.problems.append(str(error))
     return report
@@ -132,7 +133,6 @@ class _LabelledPiece:
 
 
 def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
-    """For each file the pieces that the manifest expects there, by their names in the file."""
     pieces: list[dict[str, _LabelledPiece]] = [{} for _ in manifest.files]
     for state, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
@@ -142,65 +142,6 @@ def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
                 name_in_file = piece_label(state, name, tensor.shape, piece.box)
                 pieces[piece.file][name_in_file] = _LabelledPiece(f"{state}/{name}", stored)
     return pieces
-
-
-def untiled_tensors(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
-    """The tensors of a manifest whose pieces do not tile them, with the reason."""
-    return [
-        f"the pieces of {state}/{name} {problem}"
-        for state, named in tensors.items()
-        for name, tensor in named.items()
-        if (problem := tiling_problem(tensor.shape, tensor.table))
-    ]
-
-
-def tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
-    """The reason why the stored pieces of a tensor, each inside its shape, do not tile it.
-
-    None where every element is in exactly one of them: they do not overlap, and have as many elements as the shape.
-    """
-    numels = pieces.sizes.prod(axis=1)
-    starts = pieces.starts[numels > 0]
-    sizes = pieces.sizes[numels > 0]
-    if len(starts) > 1:
-        if not shape:
-            return "overlap: it has one element"
-        pair = _overlap(starts, starts + sizes)
-        if pair is not None:
-            first, second = (
-                ", ".join(f"{a}:{a + n}" for a, n in zip(starts[at].tolist(), sizes[at].tolist(), strict=True))
-                for at in pair
-            )
-            return f"overlap: [{first}] and [{second}]"
-    covered = int(numels.sum())
-    total = math.prod(shape)
-    return None if covered == total else f"leave a gap: they cover {covered:,} of its {total:,} elements"
-
-
-def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element; none of them is empty. `starts`, `stops`: `[boxes, dims]`.
-
-    Along the dim with the most different starts, only boxes that overlap in it are compared, a million pairs at a time.
-    """
-    dim = max(range(starts.shape[1]), key=lambda i: len(np.unique(starts[:, i])))
-    order = np.argsort(starts[:, dim], kind="stable")
-    starts = starts[order]
-    stops = stops[order]
-    boxes = np.arange(len(starts))
-    # Of the boxes behind a box in this order, the first `candidates` begin before it ends: these alone may overlap it.
-    candidates = np.searchsorted(starts[:, dim], stops[:, dim]) - boxes - 1
-    for block in np.split(boxes, np.flatnonzero(np.diff(np.cumsum(candidates) // _PAIRS_AT_ONCE)) + 1):
-        # For box b with c candidates, the pairs (b, b + 1), (b, b + 2), ..., (b, b + c).
-        count = candidates[block]
-        first = np.repeat(block, count)
-        pairs_before = np.repeat(np.cumsum(count) - count, count)
-        second = first + 1 + np.arange(len(first)) - pairs_before
-        shared = np.flatnonzero(((starts[second] < stops[first]) & (starts[first] < stops[second])).all(axis=1))
-        if len(shared):
-            # The pair whose later box comes first.
-            pair = shared[np.lexsort((first[shared], second[shared]))[0]]
-            return int(order[first[pair]]), int(order[second[pair]])
-    return None
 
 
 def count_non_finite(data: memoryview, dtype: str) -> int:
@@ -231,7 +172,6 @@ def _verify_file(
     report: VerificationReport,
     progress: Callable[[int], None],
 ) -> bool:
-    """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
     # Blocks end where chunks end, which may be within a value: its first bytes wait for the next block.
     partial_value = b""
@@ -278,3 +218,50 @@ def _count_non_finite(pieces: Iterable[_LabelledPiece], begin: int, data: memory
                 counts[piece.tensor] = counts.get(piece.tensor, 0) + count
             partial_value = partial_value or bytes(data[stop_of_values - begin : stop - begin])
     return partial_value
+
+
+def _state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
+    """Compare the hash of the stored state with that in the manifest; returns one sentence at most.
+
+    Raises:
+        StoreError: a tensor cannot be read, or is damaged.
+    """
+    recorded = manifest.state_hash
+    if recorded is None:
+        return []
+    sums = recorded.get("sums")
+    seed = manifest.rng.get("seed")
+    if not isinstance(sums, Mapping) or not _are_sums(sums, manifest) or not isinstance(seed, int):
+        return [f"{folder}: the state hash in its manifest must name tensors of the checkpoint, and the seed be there"]
+    place = digest_place(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
+    stored = StoredTensors(folder, manifest.tensors, manifest)
+    computed = StateHash(
+        place, {state: {name: _stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
+    )
+    found_sums = computed.recorded()["sums"]
+    differing = [
+        f"{state}/{name}" for state, names in sums.items() for name in names if names[name] != found_sums[state][name]
+    ]
+    if not differing and computed.text == recorded.get("hash"):
+        return []
+    subject = "its place in the training" if not differing else listing(ordered_names(differing), most=5)
+    return [
+        f"{folder}: the state hash of its files ({computed.text}) must be that of the training "
+        f"({recorded.get('hash')}): it differs in {subject}"
+    ]
+
+
+def _stored_sum(stored: StoredTensors, state: str, name: str) -> int:
+    shape = stored.states[state][name].shape
+    boxes = box_segments(shape, _HASHED_AT_ONCE)
+    return sum(box_sum(stored.read(state, name, box), shape, box) for box in boxes) % 2**64
+
+
+def _are_sums(sums: Mapping[str, Any], manifest: Manifest) -> bool:
+    for state, names in sums.items():
+        known = manifest.tensors.get(state, {})
+        if not isinstance(names, Mapping) or not names.keys() <= known.keys():
+            return False
+        if not all(isinstance(text, str) for text in names.values()):
+            return False
+    return True

@@ -7,16 +7,17 @@ those that each rank of torch's Hugging Face writer saved.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable
+from fnmatch import filter as names_like
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, listing, raise_problems
 from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.hub import LICENCES, TOKENIZER_FILES, HubFiles, fetch_or_open, require_hub_id
 from shardwise.base.parsing import json_value
 from shardwise.base.units import size
-from shardwise.checkpoint.format.foreign_folders import conversion_hint
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.storage.root import Root
 
@@ -155,8 +156,7 @@ def find_weight_files(folder: Root) -> tuple[str, ...]:
     index = folder / INDEX
     if not index.exists():
         if files := unconsolidated_files(folder.names()):
-            if problems := absent_parts_problem(folder, files):
-                raise ConfigError(problems)
+            raise_problems(ConfigError, absent_parts_problem(folder, files))
             return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
         raise ConfigError(
@@ -169,3 +169,56 @@ def find_weight_files(folder: Root) -> tuple[str, ...]:
             f"{index} ({size(length)}) must be an index of safetensors files, which has at most {size(MAX_INDEX_BYTES)}"
         )
     return tuple(indexed_weight_files(index.read(), folder, lambda name: (folder / name).exists()))
+
+
+_SMALL_FILES = "copy the model's config.json and tokenizer into OUT, and give OUT"
+_TO_FP32 = "run `python -m deepspeed.utils.zero_to_fp32 {place} --safe_serialization`, " + _SMALL_FILES
+_ZERO = ("a checkpoint of DeepSpeed's ZeRO", _TO_FP32.replace("{place}", "{folder} OUT"))
+_MEGATRON = (
+    "a checkpoint of Megatron-LM",
+    "run `shardwise checkpoint import {folder} DEST --from megatron`, and give DEST",
+)
+
+# The commands of DeepSpeed 0.19, litgpt 0.5, peft 0.21 and accelerate 1.15 are run by tests/interop.
+_RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("adapter_config.json",): (
+        "an adapter of peft, such as LoRA, without the model that it changes",
+        'run `python -c "from peft import AutoPeftModelForCausalLM as M; '
+        "M.from_pretrained('{path}').merge_and_unload().save_pretrained('OUT')\"`, copy the tokenizer into OUT, "
+        "and give OUT",
+    ),
+    ("zero_to_fp32.py",): _ZERO,
+    ("latest", "global_step*"): _ZERO,
+    ("*zero_pp_rank_*_optim_states.pt",): (
+        "a step of a checkpoint of DeepSpeed's ZeRO",
+        _TO_FP32.replace("{place}", "{parent} OUT --tag {name}"),
+    ),
+    ("latest_universal",): (
+        "a universal checkpoint of DeepSpeed",
+        "give the checkpoint that ds_to_universal.py made it from, which has a zero_to_fp32.py",
+    ),
+    ("lit_model.pth",): (
+        "a checkpoint of litgpt",
+        'run `litgpt convert_from_litgpt {folder} OUT` and `python -c "import torch, safetensors.torch as s; '
+        "s.save_file(torch.load('OUT/model.pth'), 'OUT/model.safetensors')\"`, copy into OUT the tokenizer and a "
+        "config.json of the model that model_config.yaml describes, and give OUT",
+    ),
+    ("pytorch_model_fsdp_0",): (
+        "a sharded checkpoint of accelerate's FSDP",
+        "run `accelerate merge-weights {folder}/pytorch_model_fsdp_0 OUT`, " + _SMALL_FILES,
+    ),
+    ("latest_checkpointed_iteration.txt",): _MEGATRON,
+    ("mp_rank_0*",): _MEGATRON,
+    ("common.pt", ".metadata"): _MEGATRON,
+}
+"""Names that a folder holds, all of them → what it is, and what to do. OUT and DEST are for the user to choose."""
+
+
+def conversion_hint(shown: str, names: Collection[str]) -> str | None:
+    """What a folder of another program is, and how it becomes a model's folder; None for any other."""
+    for patterns, (kind, way) in _RECORDS.items():
+        if all(names_like(names, pattern) for pattern in patterns):
+            place = PurePath(shown)
+            folder, parent = (shlex.quote(str(path)) for path in (place, place.parent))
+            return f"it is {kind}: {way.format(path=shown, folder=folder, parent=parent, name=shlex.quote(place.name))}"
+    return None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.progress import progress
 from shardwise.base.tensor_box import Box
+from shardwise.base.terminal import progress
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, piece_label
 from shardwise.checkpoint.format.safetensors import DTYPES, safetensors_header
@@ -206,7 +206,7 @@ def _shards(weights: Sequence[StreamedWeight], max_shard_bytes: int) -> dict[str
 
 
 def state_file(number: int) -> str:
-    """The path of a file with optimizer state: that of a rank, or of a shard."""
+    """The path in a written checkpoint of a file with optimizer state: that of a rank, or of a shard."""
     return f"optimizer/rank-{number:05}.safetensors"
 
 

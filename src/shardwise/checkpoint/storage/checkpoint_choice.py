@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.errors import ConfigError, listing, raise_problems, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, summarize_checkpoint, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
@@ -52,15 +52,13 @@ def find_resumable_checkpoints(
 
 
 def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: Sequence[StepFolder]) -> None:
-    """Raise ConfigError where lengths or weights of stages before the first intact candidate change."""
     for candidate in candidates:
         # The manifest has the last word, and is large: it is read only if the stored configuration differs.
         if not changed_size_stages(stored, config, candidate.step):
             return
         glanced = summarize_checkpoint(candidate.folder, candidate.step)
         if glanced.manifest is not None and glanced.problem is None:
-            if problems := changed_size_stages(glanced.manifest.config, config, candidate.step):
-                raise ConfigError(problems)
+            raise_problems(ConfigError, changed_size_stages(glanced.manifest.config, config, candidate.step))
             return
 
 
@@ -129,17 +127,14 @@ def _chosen_checkpoints(
 
 
 def _is_imported(newest: StepFolder, new: Mapping[str, Any]) -> bool:
-    """True if another program did the steps of a checkpoint; ConfigError if its model is another one."""
     manifest = summarize_checkpoint(newest.folder, newest.step).manifest
     if manifest is None or manifest.data != IMPORTED:
         return False
-    if problems := resume_problems({**new, "model": manifest.config["model"]}, new):
-        raise ConfigError(problems)
+    raise_problems(ConfigError, resume_problems({**new, "model": manifest.config["model"]}, new))
     return True
 
 
 def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:
-    """The refusal of a new run at a place that has this checkpoint."""
     if path is None:
         key = "--run-dir"
         remedy = "put its run's config.yaml back"

@@ -131,7 +131,7 @@ def list_checkpoints(root: Root) -> Iterator[StepFolder]:
 
 
 def summarize_checkpoints(root: Root) -> list[StepFolder]:
-    """The checkpoints in a folder, newest first. No manifest is read, so damage is not found.
+    """A `StepFolder` for each checkpoint in a folder, newest first. No manifest is read, so damage is not found.
 
     A save that lacks only its name is among them where its step has no complete checkpoint; it gets its name by
     `put_checkpoint_in_place` before it is used.
@@ -399,7 +399,6 @@ def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | No
 
 
 def _checkpoint_path(run: Root) -> str | None:
-    """The `checkpoint.path` of a run's configuration; None where it is not set or cannot be read."""
     try:
         path = parse_yaml((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
     except (ValueError, KeyError, TypeError):

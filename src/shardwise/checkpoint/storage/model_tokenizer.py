@@ -56,7 +56,6 @@ def other_tokenizer_text(weights: Root, tokenizer: Path | None) -> str | None:
 
 
 def _tokenizer_beside(weights: Root) -> str | None:
-    """The folder that holds the tokenizer of weights, which is copied to this machine from behind a URL."""
     try:
         if not holds_tokenizer(weights.names()):
             return None

@@ -68,7 +68,7 @@ _Result = TypeVar("_Result")
 
 
 class StoreError(RunError):
-    """Checkpoint storage cannot be read or written.
+    """The disk or the object store of checkpoints cannot be read or written.
 
     Attributes:
         missing: there is nothing of that name.
@@ -499,7 +499,6 @@ class _WriteBehind:
 
 
 def _sync_and_drop(descriptor: int, start: int, length: int) -> None:
-    """Bring a window of a file to the disk, and free its pages in the cache."""
     # Pages that are not on the disk yet cannot go.
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)

@@ -137,7 +137,6 @@ def continued_checkpoint(checkpoint: CheckpointConfig, run_path: Path | None) ->
 
 
 def _took_steps(directory: RunDirectory, stored: Mapping[str, Any]) -> bool:
-    """True if the run trained, judging by its events, its results and the folders of its checkpoints."""
     has_events = any(next(directory.events(event), None) for event in ("step", "checkpoint"))
     if has_events or directory.results.exists():
         return True

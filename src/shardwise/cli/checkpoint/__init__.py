@@ -20,11 +20,8 @@ ACTIONS = {
 def add_path(parser: argparse.ArgumentParser, name: str = "PATH") -> None:
     """Add the argument for a checkpoint (of PATH alone) or a place of checkpoints."""
     kinds = "a run's folder, or a folder of checkpoints"
-    parser.add_argument(
-        "path",
-        metavar=name,
-        nargs="?",
-        default=LATEST,
-        help=f"{'a checkpoint, ' if name == 'PATH' else ''}{kinds}; a path, or a URL such as s3://bucket/run "
-        f"(default: {LATEST})",
+    path_help = (
+        f"{'a checkpoint, ' if name == 'PATH' else ''}{kinds}; a path, or a URL such as s3://bucket/run "
+        f"(default: {LATEST})"
     )
+    parser.add_argument("path", metavar=name, nargs="?", default=LATEST, help=path_help)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.progress import progress
+from shardwise.base.terminal import progress
 from shardwise.base.units import counted
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.cli import output
@@ -30,12 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kinds = "a checkpoint, a run's folder (its newest intact checkpoint), or a folder with safetensors weights"
     parser.add_argument("a", metavar="A", help=f"{kinds}; a path or a URL")
     parser.add_argument("b", metavar="B", help="what to compare it with")
-    parser.add_argument(
-        "--tolerance",
-        metavar="X",
-        type=float,
-        help="the greatest ‖B − A‖ / ‖A‖ of a tensor that is allowed, such as 1e-5; dtypes may differ",
-    )
+    tolerance_help = "the greatest ‖B − A‖ / ‖A‖ of a tensor that is allowed, such as 1e-5; dtypes may differ"
+    parser.add_argument("--tolerance", metavar="X", type=float, help=tolerance_help)
     parser.add_argument(
         "--all", action="store_true", help=f"list every tensor that differs, not only the first {_MOST}"
     )
@@ -98,7 +94,6 @@ def _show(difference: FolderDifference, most: int | None) -> None:
 
 
 def _show_state(state: str, tensors: list[TensorDifference], unmatched: list[str], most: int | None) -> None:
-    """Show one state's tensors: those that both have, and a line for each that A and B do not share."""
     changed = [tensor for tensor in tensors if not tensor.equal]
     total = counted(len(tensors) + len(unmatched), "tensor")
     output.line(f"{state}: {len(tensors) - len(changed):,} of {total} equal")

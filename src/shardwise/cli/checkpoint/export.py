@@ -26,29 +26,22 @@ _MAX_SHARD_SIZE = "5GB"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "checkpoint",
         metavar="CHECKPOINT",
         help="a checkpoint, or a run's folder (its newest intact checkpoint); a path, or a URL such as s3://bucket/run",
     )
-    parser.add_argument(
-        "dest", metavar="DEST", help="the folder to write, which must not exist; a path or a URL; with --gguf the file"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="format of the weights (default: as stored)"
-    )
+    add("dest", metavar="DEST", help="the folder to write, which must not exist; a path or a URL; with --gguf the file")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="format of the weights (default: as stored)")
     add_max_shard_size(parser)
-    parser.add_argument(
-        "--gguf", action="store_true", help="write one file for llama.cpp, such as model.gguf, in place of a folder"
+    add("--gguf", action="store_true", help="write one file for llama.cpp, such as model.gguf, in place of a folder")
+    reader_help = (
+        "refuse a model that this program computes wrongly: transformers, llama.cpp, mlx-lm, ctranslate2, vllm or "
+        "another one that models were tried with (with --gguf: gguf)"
     )
-    parser.add_argument(
-        "--for",
-        dest="reader",
-        metavar="NAME",
-        help="refuse a model that this program computes wrongly: transformers, llama.cpp, mlx-lm, ctranslate2, vllm or "
-        "another one that models were tried with (with --gguf: gguf)",
-    )
-    parser.add_argument(
+    add("--for", dest="reader", metavar="NAME", help=reader_help)
+    add(
         "--push",
         metavar="ID",
         help="also upload the folder to this repository of the Hugging Face hub, owner/name; a new repository "
@@ -58,13 +51,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        default=_MAX_SHARD_SIZE,
-        help=f"largest file with weights, such as 500MB or 2GiB; a larger tensor gets a separate file (default: "
-        f"{_MAX_SHARD_SIZE})",
+    max_shard_size_help = (
+        f"largest file with weights, such as 500MB or 2GiB; a larger tensor gets a separate file (default: "
+        f"{_MAX_SHARD_SIZE})"
     )
+    parser.add_argument("--max-shard-size", metavar="SIZE", default=_MAX_SHARD_SIZE, help=max_shard_size_help)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     address = None
     if arguments.push is not None:
-        from shardwise.base.hub_upload import upload
+        from shardwise.base.hub import upload
 
         address = upload(done.folder.local(), arguments.push, f"Step {export.step:,} of a training with shardwise")
         lines.append(f"uploaded to {address}")
@@ -117,7 +108,6 @@ def _facts(export: Export, tensors: int) -> dict[str, Any]:
 
 
 def _require_readable(export: Export, reader: str) -> None:
-    """Refuse a model that a program computes wrongly; say what was not tried."""
     for note in provided("require_readable")(export.model, reader):
         output.progress(f"note: {note}")
 
@@ -144,7 +134,7 @@ def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
 
 def _require_upload(dest: str, repository: str) -> None:
     """Refuse `--push` before anything is written where it could not upload."""
-    from shardwise.base.hub_upload import require_upload
+    from shardwise.base.hub import require_upload
 
     if "://" in dest:
         raise ConfigError(f"DEST ({dest}) must be a folder of this machine with --push, which uploads from there")

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 _FACTS = ("samples", "position", "tokens", "created", "versions", "layout", "optimizer", "data", "schedule", "rng")
 """Fields of a manifest that are shown as they are."""
-_TABLES = ("files", "tensors", "model")
-"""Facts that are no row of their own."""
+_TABLES = ("files", "tensors", "model")  # facts that are no row of their own
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _age(checkpoint: StepFolder) -> str:
-    """The age of a checkpoint as a text; empty if its manifest does not tell it."""
     try:
         created = datetime.fromisoformat(checkpoint.manifest.created) if checkpoint.manifest is not None else None
         return "" if created is None else duration(max((datetime.now(UTC) - created).total_seconds(), 0.0))
@@ -70,7 +68,6 @@ def _age(checkpoint: StepFolder) -> str:
 
 
 def _show(checkpoint: StepFolder, tensors: bool) -> None:
-    """Print the facts of a checkpoint, one a row, then its files, then its tensors."""
     manifest = checkpoint.manifest
     if manifest is None:
         raise ConfigError(str(checkpoint.problem))
@@ -141,7 +138,6 @@ def _described(checkpoint: StepFolder, tensors: bool) -> dict[str, Any]:
 
 
 def _tensors(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """State → name → tensor, in the order in which they are shown."""
     from shardwise.checkpoint.format.stored_tensors import ordered_names, ordered_states
 
     return {

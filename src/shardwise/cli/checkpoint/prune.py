@@ -21,21 +21,13 @@ from shardwise.runs.folder import RunDirectory, RunLock
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "RUN")
-    parser.add_argument(
-        "--keep",
-        metavar="N",
-        type=count,
-        required=True,
-        help="number of newest intact checkpoints that stay (at least 1)",
-    )
+    keep_help = "number of newest intact checkpoints that stay (at least 1)"
+    parser.add_argument("--keep", metavar="N", type=count, required=True, help=keep_help)
     parser.add_argument(
         "--keep-every", metavar="M", type=count, help="checkpoints whose step is a multiple of M stay too"
     )
-    parser.add_argument(
-        "--abandoned",
-        action="store_true",
-        help="also remove checkpoints that were renamed to .abandoned (the run resumed before them) or .damaged",
-    )
+    abandoned_help = "also remove checkpoints that were renamed to .abandoned (the run resumed before them) or .damaged"
+    parser.add_argument("--abandoned", action="store_true", help=abandoned_help)
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
 
 
@@ -71,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _runs(place: NamedFolder, given: str) -> list[Path]:
-    """The folders on this machine of runs that may save there."""
     from shardwise.checkpoint.storage.run_identity import run_owner
 
     folders = [Path(given)]

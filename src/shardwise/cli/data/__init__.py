@@ -34,22 +34,13 @@ def arguments_named(path: str) -> AbstractContextManager[None]:
 def add_reading(parser: argparse.ArgumentParser, *formats: str) -> None:
     """Adds the options for reading files of text; `formats`: further values of data.format that the command reads."""
     parser.add_argument("--text-key", metavar="KEY", help="the field or column with the text (text)")
-    parser.add_argument(
-        "--read-as",
-        choices=("text", "jsonl", "parquet", *formats),
-        help="how files of text are read (default: as their content says)",
-    )
+    read_as_help = "how files of text are read (default: as their content says)"
+    parser.add_argument("--read-as", choices=("text", "jsonl", "parquet", *formats), help=read_as_help)
 
 
 def add_marks(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Adds the options for the tokens at the beginning and the end of each document of text."""
-    parser.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        help="close each document by the tokenizer's end of document (default: yes)",
-    )
-    parser.add_argument(
-        "--prepend-bos",
-        action=argparse.BooleanOptionalAction,
-        help="begin each document with the tokenizer's begin of text, such as <s> (default: no)",
-    )
+    append_eod_help = "close each document by the tokenizer's end of document (default: yes)"
+    parser.add_argument("--append-eod", action=argparse.BooleanOptionalAction, help=append_eod_help)
+    prepend_bos_help = "begin each document with the tokenizer's begin of text, such as <s> (default: no)"
+    parser.add_argument("--prepend-bos", action=argparse.BooleanOptionalAction, help=prepend_bos_help)

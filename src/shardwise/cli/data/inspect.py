@@ -33,12 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="PATH|ID", help="shows samples as text (default: the one that the manifest names)"
     )
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="how many are shown (default: 3)")
-    parser.add_argument(
-        "--sequence-length",
-        metavar="S",
-        type=int,
-        help="show the samples of S tokens that data.packing=best_fit makes of the documents, and their padding",
+    sequence_length_help = (
+        "show the samples of S tokens that data.packing=best_fit makes of the documents, and their padding"
     )
+    parser.add_argument("--sequence-length", metavar="S", type=int, help=sequence_length_help)
     add_reading(parser, "chat")
     add_marks(parser.add_argument_group("options of text, whose tokens are counted by a --tokenizer"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -86,7 +84,6 @@ def _show(inspection: Inspection) -> None:
 
 
 def _show_wrapped(lead: str, value: str, lines: int | None = None) -> None:
-    """Print the words of a text after `lead`, as wide as a terminal is; `lines`: the most lines that it takes."""
     words = printable(" ".join(value.split()))
     indent = " " * len(lead)
     wrapped = textwrap.wrap(
@@ -98,7 +95,6 @@ def _show_wrapped(lead: str, value: str, lines: int | None = None) -> None:
 
 
 def _manifest_rows(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """The rows about the text and the options that the data were made of; none without a manifest."""
     if manifest is None:
         return []
     tokenizer = manifest["tokenizer"]

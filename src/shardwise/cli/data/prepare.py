@@ -57,12 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     raw.add_argument(
         "--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: by its header or its bytes)"
     )
-    raw.add_argument(
-        "--eod-token",
-        metavar="ID",
-        type=int,
-        help="id that separates documents (default: the one of llm.c's header or of --tokenizer)",
-    )
+    eod_token_help = "id that separates documents (default: the one of llm.c's header or of --tokenizer)"
+    raw.add_argument("--eod-token", metavar="ID", type=int, help=eod_token_help)
     made = parser.add_argument_group("options of text")
     add_marks(made)
     made.add_argument(
@@ -108,7 +104,6 @@ def _data_keys(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 
 def _require_fitting(arguments: argparse.Namespace, source: Path, is_raw: bool) -> None:
-    """Refuse the options that do not fit the input, and ask for those that are missing."""
     if arguments.format != "megatron":
         raise ConfigError(f"--format ({arguments.format}) must be megatron, or left out: {_INSTEAD}")
     for option in _RETIRED:
@@ -136,7 +131,6 @@ def _name(option: str) -> str:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, bool]:
-    """The options of text, as the arguments give them or by default."""
     given = {name: getattr(arguments, name) for name in _DEFAULTS}
     return _DEFAULTS | {name: value for name, value in given.items() if value is not None}
 

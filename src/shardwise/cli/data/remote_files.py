@@ -27,30 +27,21 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file at a URL that `data fetch` can copy.
-
-    Attributes:
-        name: path relative to the folder or pattern that was named.
-        size: bytes; None where the server does not report them.
-    """
+    """A file at a URL that `data fetch` can copy."""
 
     root: Root
-    name: str
-    size: int | None
+    name: str  # path relative to the folder or pattern that was named
+    size: int | None  # bytes; None where the server does not report them
 
 
 @dataclass(frozen=True)
 class FetchedFile:
-    """A file that `data fetch` has on this machine.
-
-    Attributes:
-        is_new: this call fetched it.
-    """
+    """A file that `data fetch` has on this machine."""
 
     path: Path
     size: int
     sha256: str
-    is_new: bool
+    is_new: bool  # this call fetched it
 
     @staticmethod
     def of(path: Path, *, is_new: bool) -> FetchedFile:
@@ -154,7 +145,6 @@ def _problem(file: FetchedFile, remote: RemoteFile, sha256: str | None) -> str |
 
 
 def _listed(root: Root) -> list[RemoteFile]:
-    """The files that a place names."""
     is_pattern = root.scheme not in WEB_SCHEMES and not _PATTERN_CHARACTERS.isdisjoint(root.path)
     if not is_pattern and (root.scheme in WEB_SCHEMES or not root.is_folder()):
         info = _info(root)
@@ -181,7 +171,6 @@ def _listed(root: Root) -> list[RemoteFile]:
 
 
 def _info(root: Root) -> dict[str, Any]:
-    """The facts that the filesystem reports of a file."""
     with root.store_errors("read"):
         try:
             info: dict[str, Any] = root.fs.info(root.path)
@@ -209,7 +198,6 @@ def _copy(remote: RemoteFile, part: Path, progress: Callable[[int], None]) -> No
 
 
 def _require_room(remote: RemoteFile, target: Path) -> None:
-    """Raise ConfigError where the disk has no room for the file."""
     free = Root.of(target.parent).free_bytes()
     if remote.size is not None and free is not None and remote.size > free:
         raise ConfigError(

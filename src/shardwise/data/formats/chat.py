@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError, listing
-from shardwise.base.progress import progress
+from shardwise.base.errors import ConfigError, DataError, listing, raise_problems
+from shardwise.base.terminal import progress
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
@@ -35,7 +34,7 @@ from shardwise.data.reading.chat_files import (
 from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_text_source
 from shardwise.data.request import Announce, DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, json_digest, part_sizes_text
+from shardwise.data.rows import PART_NAMES, PARTS, Flags, Part, json_digest, part_sizes_text
 from shardwise.data.samples.chat_batches import ConversationBatches, Conversations
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.chat_template import ChatTemplate, add_chat_template, encode_chats
@@ -115,7 +114,6 @@ def _source(data: DataConfig) -> _Source:
 
 
 def _conversations(source: _Source) -> Iterator[Chat]:
-    """All conversations; those without messages are left out, and counted."""
     if isinstance(source, ColumnSource):
         chats = conversations_of_table(source)
     else:
@@ -160,7 +158,7 @@ class _ChatDigest(encoding.ContentDigest):
             yield where, chat
 
 
-def _held_out(scan: TextScan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
+def _held_out(scan: TextScan, weights: Sequence[float]) -> Flags:
     """True for each conversation that is evaluated: those that `plan_text_split` holds out, or the last ones."""
     split = plan_text_split(scan.characters, weights)
     if split.held_out is not None:
@@ -219,16 +217,14 @@ def _unread_text(names: Sequence[str]) -> str:
     return f"neither the chat template nor the training reads {fields} {listing(names)}"
 
 
-def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], request: DataRequest) -> Tokenizer:
+def _train_tokenizer(source: _Source, is_held_out: Flags, request: DataRequest) -> Tokenizer:
     train = (chat for (_, chat), is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
     messages = (message for chat in train for message in zip(chat.messages, chat.texts, strict=True))
     texts = (f"{message['role']}\n{text}" for message, text in messages)
     return train_tokenizer(texts, request.vocab_size, source.name, chat=True)
 
 
-def _encode(
-    chats: Iterable[Chat], is_held_out: npt.NDArray[np.bool_], template: ChatTemplate, folder: Path
-) -> dict[str, Any]:
+def _encode(chats: Iterable[Chat], is_held_out: Flags, template: ChatTemplate, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as files:
         writers = encoding.token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
         bounds = encoding.bounds_writers(files, ("conversations", "answers"), folder)
@@ -266,8 +262,7 @@ def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest) ->
         for part in request.needed_parts
         if not len(chats[part].usable(length))
     ]
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     return _PreparedChat(entry.tokenizer_path, facts["fingerprint"], _summary(facts, source, chats, length), chats)
 
 
@@ -296,7 +291,6 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
 
 
 def _preview(request: DataRequest) -> str:
-    """The size of the files, of which the first conversation is read; of a data set, what `datasets.preview` says."""
     _require_fitting(request)
     if names_data_set(request.data):
         return f"conversations, {datasets.preview(request)}"
@@ -319,7 +313,6 @@ def _preview(request: DataRequest) -> str:
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
     files, described = files_of_source(source)
     template = None

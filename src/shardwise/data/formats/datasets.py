@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base import hub
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, raise_problems
 from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
@@ -25,7 +24,7 @@ from shardwise.data.reading.dataset_tables import DataSet, is_saved_data_set, pl
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.reading.token_files import RowFiles
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, part_sizes_text
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Integers, Part, part_sizes_text
 from shardwise.data.tokens.encoding import token_writers
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
@@ -58,8 +57,7 @@ def _open_data(request: DataRequest) -> prepared_data.PreparedText:
 
 def open_token_rows(dataset: TokenRowSource, request: DataRequest) -> prepared_data.PreparedText:
     """Opens a data set's rows of tokens from the cache, which is filled first if it has none."""
-    if problems := prepared_data.document_mark_problems(request.data, of_rows=True):
-        raise DataError(problems)
+    raise_problems(DataError, prepared_data.document_mark_problems(request.data, of_rows=True))
     entry = cache.open_or_build_tokens(
         request.root,
         _key(dataset, request),
@@ -71,7 +69,6 @@ def open_token_rows(dataset: TokenRowSource, request: DataRequest) -> prepared_d
 
 
 def _appended(request: DataRequest) -> int | None:
-    """The token that `data.append_eod` puts after rows that lack it; None if it is not asked for."""
     data = request.data
     if not data.append_eod or data.eod_token is not None:
         return data.eod_token if data.append_eod else None
@@ -133,7 +130,7 @@ def _plan(dataset: TokenRowSource, request: DataRequest) -> TextSplit:
 
 def _parts(
     dataset: TokenRowSource, request: DataRequest, split: TextSplit | None, last: Counter[int]
-) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
+) -> Iterator[tuple[Part, int, Integers]]:
     """Rows of a part: the number of them that begin, and their tokens, joined with nothing between them.
 
     Without `split`, the splits that are read are the parts. `last` counts the last tokens of rows, as the data have
@@ -172,8 +169,7 @@ def _prepared(entry: cache.CacheEntry, dataset: TokenRowSource, request: DataReq
         )
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
     problems = problems or prepared_data.too_short_parts(request, entry, dataset.name, request.needed_parts)
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
     nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
     number = counted(entry.manifest["documents"], "row")
@@ -214,12 +210,10 @@ def preview(request: DataRequest) -> str:
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """A folder that `datasets.load_from_disk` opens: text as any text, or tokens."""
     dataset = ColumnSource.open(data)
     if not dataset.holds_tokens:
         return text.inspect_text(data, samples)
-    if problems := prepared_data.document_mark_problems(data):
-        raise DataError(problems)
+    raise_problems(DataError, prepared_data.document_mark_problems(data))
     return inspect_token_rows(dataset, data, samples, text.files_of_source(dataset)[0], "arrow")
 
 
@@ -227,9 +221,9 @@ def inspect_token_rows(
     dataset: TokenRowSource, data: DataConfig, samples: int, files: Sequence[Path], shown: str
 ) -> Inspection:
     """An inspection of a data set that has rows of tokens."""
-    seen: list[npt.NDArray[np.integer[Any]]] = []
-    lengths: list[npt.NDArray[np.int64]] = []
-    leading: list[npt.NDArray[np.integer[Any]]] = []
+    seen: list[Integers] = []
+    lengths: list[IntArray] = []
+    leading: list[Integers] = []
     for rows in (rows for name in dataset.splits for rows in dataset.rows(name)):
         lengths.append(rows.lengths)
         seen.append(rows.tokens)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.base.errors import DataError, listing
+from shardwise.base.errors import DataError, Problems, listing, raise_problems
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.config.data import MASKED_FRACTION
@@ -68,19 +68,16 @@ def _open_data(request: DataRequest) -> _PreparedShards:
     data = request.data
     token_types = prepared_data.require_sentence_pairs(request)
     shards = []
-    problems = []
+    problems = Problems()
     hdf5_files.h5py_library()
     for path in hdf5_files.hdf5_shard_paths(data):
-        try:
+        with problems:
             shards.append(HDF5Shard.open(path, request.sequence_length))
-        except DataError as error:
-            problems += error.problems
     if len(problems) > _PROBLEMS_SHOWN:
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
-        problems = [*problems[:_PROBLEMS_SHOWN], left_out]
+        problems[_PROBLEMS_SHOWN:] = [left_out]
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(data), problems)
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     rows = HDF5ShardRows(
         hdf5_files.unpack_hdf5_shards(request.root, shards, request.announce), request.vocab_size, token_types
     )
@@ -91,8 +88,7 @@ def _open_data(request: DataRequest) -> _PreparedShards:
                 f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
                 f"data.split={data.split}) must hold at least one: give more shards or another split"
             )
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     # The fingerprint is one of names and of blocks spread over the shards: reading all of them would take minutes.
     blocks = max(2, _CHECKED_BLOCKS // len(shards))
     with content.read_errors("data.path"):

@@ -11,17 +11,15 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted
 from shardwise.data.formats.data_format import FirstDocuments, InspectedSample, Inspection
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import IntArray, Integers
 from shardwise.data.samples.packing import PackedSamples
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
-_Tokens = npt.NDArray[np.integer[Any]]
 # Two lines of a terminal hold no more of a sample.
 _SAMPLE_TOKENS = 64
 _SAMPLE_CHARACTERS = 400
@@ -33,7 +31,7 @@ def inspected_texts(texts: Iterable[str]) -> list[InspectedSample]:
 
 
 def inspection_with_tokens(
-    inspection: Inspection, named: str | None, first: Iterable[_Tokens], looked_at: Sequence[_Tokens], total: int
+    inspection: Inspection, named: str | None, first: Iterable[Integers], looked_at: Sequence[Integers], total: int
 ) -> Inspection:
     """An inspection of data that hold tokens, with the range of the ids and the first samples.
 

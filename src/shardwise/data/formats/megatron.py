@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, Problems, raise_problems
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data.formats import inspections, packing_cache, prepared_data
@@ -102,19 +102,15 @@ class _PreparedDocuments(prepared_data.PreparedData):
 
 
 def _open_data(request: DataRequest) -> _PreparedDocuments:
-    problems = prepared_data.missing_tokenizer_problems(request, has_documents=True)
+    problems = Problems(prepared_data.missing_tokenizer_problems(request, has_documents=True))
     files: list[IndexedFile] = []
     for _, prefix in request.data.weighted_prefixes:
-        try:
+        with problems:
             files.append(IndexedFile.open(prefix))
-        except DataError as error:
-            problems += error.problems
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     parts = _parts(files, request)
-    if problems := _too_short(parts, request):
-        raise DataError(problems)
+    raise_problems(DataError, _too_short(parts, request))
     packed_parts = tuple(_packed(files, parts, request))
     weights = tuple(weight for weight, _ in request.data.weighted_prefixes)
     # A fingerprint of the bounds too: another split of the same files is other data.
@@ -138,7 +134,6 @@ def _open_data(request: DataRequest) -> _PreparedDocuments:
 def _packed(
     files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
-    """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
         return
     problems = [
@@ -147,8 +142,7 @@ def _packed(
         for file in files
         if file.num_documents == 1
     ]
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     for number, file in enumerate(files):
         documents = {part: chosen[number] for part, chosen in parts.items()}
         numbers = {part: (chosen.first, chosen.stop) for part, chosen in documents.items()}
@@ -226,7 +220,6 @@ def _first_documents(data: DataConfig) -> FirstDocuments:
 
 
 def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tuple[MegatronDocuments, ...]]:
-    """The documents of each part in each of the data sets, each of which is divided by itself."""
     parts: dict[Part, list[MegatronDocuments]] = {part: [] for part in PART_NAMES}
     for file in files:
         bounds = part_bounds(file.num_documents, request.data.split_weights)

@@ -188,7 +188,6 @@ def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEn
 
 
 def _document_end_problems(data: DataConfig) -> list[str]:
-    """The problem of data that need the id of the end of a document, which no tokenizer says."""
     if data.needs_document_ends is None or data.eod_token is not None:
         return []
     return [
@@ -401,7 +400,6 @@ def random_tokens(vocabulary: int = 131, samples: int = 64, length: int = 16, *,
 
 
 def _sentences(tokens: int) -> Sentences:
-    """Sentences of 5 tokens and documents of 10 sentences; the last ones take the remainder and are longer."""
     bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
     documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
     return Sentences(bounds, documents)

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, raise_problems
 from shardwise.base.units import counted
 from shardwise.config import DataConfig
 from shardwise.data import cache
@@ -218,7 +218,6 @@ class _FirstBlock:
 
 
 def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _FirstBlock:
-    """The documents of the first block, in their own order: at most `buffer`, and about `BLOCK_CHARACTERS` of text."""
     documents: list[tuple[_DocumentBegin, list[text_sources.TextPiece]]] = []
     characters = 0
     for number, shard in enumerate(shards):
@@ -237,8 +236,7 @@ def _prepared(entry: cache.CacheEntry, request: DataRequest, left_out: str) -> _
     facts = entry.manifest
     parts = [part for part in request.needed_parts if part != "train" or facts["whole"]]
     problems = prepared_data.too_short_parts(request, entry, name, parts)
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     tokens = {part: entry.tokens(part) for part in PARTS}
     sizes: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
     summary = f"{name}: a stream of {counted(len(facts['files']), 'file')}"

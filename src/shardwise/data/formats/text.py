@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.base.errors import DataError, listing
-from shardwise.base.progress import progress
+from shardwise.base.errors import DataError, listing, raise_problems
+from shardwise.base.terminal import progress
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
@@ -29,7 +28,7 @@ from shardwise.data.reading.text_sources import (
     open_text_source,
 )
 from shardwise.data.request import Announce, DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, part_sizes_text
+from shardwise.data.rows import PART_NAMES, PARTS, Flags, IntArray, PairTokens, Part, part_sizes_text
 from shardwise.data.samples.order import mix_bits, mix_integer
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
@@ -58,7 +57,7 @@ class TextSplit:
         boundary: character of the text at which the held-out end begins, if `held_out` is None.
     """
 
-    held_out: npt.NDArray[np.bool_] | None
+    held_out: Flags | None
     boundary: int
 
     def parts(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[Part, TextPiece]]:
@@ -86,7 +85,7 @@ class TextSplit:
             start = end
 
 
-def plan_text_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
+def plan_text_split(characters: IntArray, weights: Sequence[float]) -> TextSplit:
     """The split that holds out the evaluation share, the second weight's, of documents of these lengths.
 
     Documents are taken in the order of a hash of their number, so that the choice is spread over the text and is the
@@ -115,7 +114,7 @@ class TextScan:
 
     content: str
     bytes: int
-    characters: npt.NDArray[np.int64]
+    characters: IntArray
 
 
 def open_text(request: DataRequest, source: Source | None = None) -> prepared_data.PreparedText:
@@ -266,8 +265,7 @@ def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest) -> 
     problems = prepared_data.padding_problems(special, request) + prepared_data.too_short_parts(
         request, entry, source.name, request.needed_parts
     )
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
     bytes_per_token = facts["bytes"] / max(1, sum(sizes.values()))
     summary = (
@@ -393,7 +391,6 @@ def inspect_text(data: DataConfig, samples: int) -> Inspection:
 
 
 def _first_documents(data: DataConfig) -> FirstDocuments:
-    """The first documents of a text, a million characters or more, by its tokenizer; DataError if `data` names none."""
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
     documents, is_all = _beginning(open_text_source(data), _ENCODED_CHARACTERS)

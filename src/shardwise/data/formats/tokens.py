@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, raise_problems
 from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
@@ -33,13 +33,11 @@ def _open_data(request: DataRequest) -> prepared_data.PreparedText:
     data = request.data
     if not _is_flat(data):
         return datasets.open_token_rows(RowFiles(data), request)
-    if problems := prepared_data.document_mark_problems(data):
-        raise DataError(problems)
+    raise_problems(DataError, problems := prepared_data.document_mark_problems(data))
     tokenizer = prepared_data.tokenizer_of_tokens(request, datatrove_metadata_files(data), problems)
     if request.in_pairs:
         problems.append(f"model.family ({request.family}) must have text, for its pairs of sentences, not {data.name}")
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     size_of = None if tokenizer is None else tokenizer.vocab_size
     tokens = FlatTokens.open(data, request.vocab_size, size_of)
     ends = tokens.documents
@@ -52,8 +50,7 @@ def _open_data(request: DataRequest) -> prepared_data.PreparedText:
     sizes: dict[Part, int] = {part: len(row) for part, row in rows.items()}
     for part in request.needed_parts:
         problems += prepared_data.too_few_samples(request, part, data.name, sizes[part], None)
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     prepared = prepared_data.PreparedText(
         prepared_data.tokenizer_in_cache(request, tokenizer),
         json_digest([tokens.digest, cuts]),

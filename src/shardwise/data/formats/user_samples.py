@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.base.errors import RAISED, DataError, error_text
+from shardwise.base.errors import RAISED, DataError, error_text, raise_problems
 from shardwise.base.user_code import accepts, load_user_object
 from shardwise.config import Config
 from shardwise.data.formats.prepared_data import PreparedData, document_ends, tokenizer_in_cache, tokenizer_of_tokens
@@ -100,8 +100,7 @@ def open_user_samples(config: Config, request: DataRequest) -> _PreparedSamples:
     tokenizer = tokenizer_of_tokens(request, (), problems)
     if tokenizer is None and request.sample_prompt is not None:
         problems.append(f"log.sample_prompt ({request.sample_prompt!r}) needs data.tokenizer with hooks.data ({path})")
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     parts: dict[Part, _CheckedSamples] = {}
     for part in PARTS[:2]:  # there is no test part
         try:

@@ -4,5 +4,4 @@ from_text.py          text → tokens → a Megatron data set
 from_raw_tokens.py    a flat file of ids → a Megatron data set
 tokenizing.py         text → an unfinished Megatron data set, in parallel and resumable
 output.py             the place of the result: the folder in which it is made, its manifest, data that are there already
-disk_room.py          the disk that data will take
 """

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of
-from shardwise.data.prepare import disk_room
 from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
 from shardwise.data.reading.megatron_files import UnfinishedIndex, megatron_dtype, megatron_prefix
 from shardwise.data.reading.raw_tokens import RawTokens
+from shardwise.data.rows import Integers
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 
 # Ids that are read at once.
@@ -84,7 +83,7 @@ class _RawConversion:
         vocab_size = self._vocab_size()
         output = self.output
         needed = len(self.tokens) * megatron_dtype(vocab_size).itemsize
-        disk_room.require_disk_room(needed, 0, output.path, self.announce)
+        output.require_room(needed, self.announce)
         with output.writing(), UnfinishedIndex(output.made, vocab_size) as index:
             self._copy(index)
             index.finish()
@@ -137,5 +136,5 @@ class _RawConversion:
             last = np.array([begun] if begun else [], dtype=np.int64)
             index.extend(self.tokens[:0], last, np.array([len(last)]))
 
-    def _blocks(self) -> list[npt.NDArray[np.integer[Any]]]:
+    def _blocks(self) -> list[Integers]:
         return [self.tokens[start : start + _BLOCK] for start in range(0, len(self.tokens), _BLOCK)]

@@ -9,15 +9,21 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, user_path
-from shardwise.base.progress import progress
+from shardwise.base.terminal import progress
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.prepare import disk_room, tokenizing
+from shardwise.data.prepare import tokenizing
 from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
 from shardwise.data.reading import dataset_tables, megatron_files, text_sources
-from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
-from shardwise.data.tokens.tokenizer import announce_tokenizer_note, open_user_tokenizer
+from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks, cut_sentences, group_by_size
+from shardwise.data.tokens.tokenizer import Tokenizer, announce_tokenizer_note, open_user_tokenizer
 from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
+
+# An estimate from the beginning of a text is not exact; a quarter more rarely refuses what would fit.
+_MARGIN = 1.25
+# Bytes of the files in the work folder for each sequence and document: a size (4) and a bound (8), then in the .idx a
+# size (4), a pointer (8) and a bound (8).
+_INDEX_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -83,11 +89,8 @@ class _TextConversion:
     def make(self, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """The data set, continued after the progress of an unfinished conversion; returns the manifest."""
         begin = tokenizing.TokenizingProgress() if saved is None else tokenizing.TokenizingProgress.of(saved)
-        written = self.output.size()
-        sentences = self.sequences.sentences
-        estimate = disk_room.estimate_size(self.source, self.tokenizer, sentences=sentences)
-        needed = None if estimate is None else estimate.output_bytes
-        disk_room.require_disk_room(needed, written, self.output.path, self.announce)
+        estimate = _estimated_size(self.source, self.tokenizer, sentences=self.sequences.sentences)
+        self.output.require_room(None if estimate is None else estimate.output_bytes, self.announce)
         small = estimate is not None and estimate.bytes < tokenizing.SMALL_BYTES
         total = estimate.bytes if estimate is not None and estimate.exact else None
         with (
@@ -138,3 +141,41 @@ class _TextConversion:
                 self.output.clear()
                 raise DataError(f"{self.source.name} holds no text that becomes tokens: name another source")
             return progress
+
+
+@dataclass(frozen=True)
+class _SizeEstimate:
+    """Estimated sizes of a source and of its result, rather more than less; `exact`: `bytes` is that of its text."""
+
+    bytes: int
+    exact: bool
+    output_bytes: int
+
+
+def _estimated_size(source: text_sources.Source, tokenizer: Tokenizer, *, sentences: bool) -> _SizeEstimate | None:
+    """The size of prepared data, by the files and the text's beginning; None without files, or if packed."""
+    if isinstance(source, text_sources.ColumnSource):
+        path = source.data.path
+        files = [] if path is None else [file for file in user_path(path).rglob("*") if file.is_file()]
+        exact = False
+    else:
+        files = list(source.files)
+        readings = source.readings if isinstance(source, text_sources.FileSource) else ()
+        if any(reading.packing or reading.kind == "parquet" for reading in readings):
+            return None
+        exact = all(reading.kind == "text" for reading in readings)
+    if not files:
+        return None
+    total = sum(file.stat().st_size for file in files)
+    digest = ContentDigest()
+    pieces = next(
+        group_by_size(digest.watch(source.pieces()), lambda piece: piece.characters, text_sources.PIECE_CHARACTERS), []
+    )
+    texts = [text for piece in pieces for text in (cut_sentences(piece.text) if sentences else [piece.text])]
+    tokens = len(tokenizer.encode_rows(texts, literally=sentences)[0])
+    # All of the text has as many tokens for each byte as its beginning.
+    scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
+    documents = max(len(files), round(sum(piece.ends_document for piece in pieces) * scale))
+    sequences = round(len(texts) * scale) + documents
+    output_bytes = (round(tokens * scale) + documents) * megatron_files.megatron_dtype(tokenizer.vocab_size).itemsize
+    return _SizeEstimate(total, exact, output_bytes + _INDEX_BYTES * (sequences + documents))

@@ -20,8 +20,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from shardwise.base.errors import ConfigError, DataError, listing
-from shardwise.base.files import NoLocksError, lock, open_lock, reason_of, sync_folder, user_path, write_atomic
+from shardwise.base.files import (
+    NoLocksError,
+    free_bytes,
+    lock,
+    open_lock,
+    reason_of,
+    sync_folder,
+    user_path,
+    write_atomic,
+)
 from shardwise.base.parsing import json_value
+from shardwise.base.units import size
 from shardwise.data.reading import data_manifest
 from shardwise.data.reading.megatron_files import count_sequences, publish_megatron_files
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -32,6 +42,8 @@ ANY_VOCABULARY = 1 << 31
 """More tokens than a vocabulary may have: a tokenizer that is opened with it may be of any size."""
 _FORMAT = "megatron"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LEAST = 1 << 16
+"""Bytes of a shortage that is not reported: room for the state."""
 _STATE = "state.json"
 _LOCK = "lock"
 _OWNER = "owner.json"
@@ -143,9 +155,19 @@ class PreparedOutput:
                 if path.name not in (_LOCK, _OWNER):
                     path.unlink()
 
-    def size(self) -> int:
-        """The bytes of all files in the work folder."""
-        return sum(path.stat().st_size for path in self.folder.iterdir())
+    def require_room(self, needed: int | None, announce: Callable[[str], None]) -> None:
+        """Announces the bytes that the data need, if known; DataError: the disk has less, beside what is written."""
+        if needed is None:
+            announce(f"preparing {self.path}: its size is known only after the text was read")
+            return
+        free = free_bytes(self.path)
+        missing = max(needed - sum(path.stat().st_size for path in self.folder.iterdir()), 0)
+        if missing > max(free, _LEAST):
+            raise DataError(
+                f"the disk under {self.path} ({size(free)} free) must have about {size(missing)} free: make room, or "
+                "name another place"
+            )
+        announce(f"preparing {self.path}: takes about {size(missing)} of the {size(free)} that are free")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -179,7 +201,6 @@ class PreparedOutput:
                         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _state(self) -> Mapping[str, Any]:
-        """The saved state; empty if there is none, or one of another identity."""
         with contextlib.suppress(OSError, ValueError):
             state = json_value((self.folder / _STATE).read_bytes())
             if isinstance(state, dict) and state.get("identity") == self.identity:

@@ -20,14 +20,13 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import RunError, see
 from shardwise.base.hardware import cpu_count
 from shardwise.data.prepare.output import PreparedOutput
 from shardwise.data.reading.megatron_files import ChangedFilesError, UnfinishedIndex
 from shardwise.data.reading.text_sources import Source, TextPiece
-from shardwise.data.rows import IntArray, Part
+from shardwise.data.rows import Int32Array, IntArray, Part
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
@@ -97,7 +96,7 @@ def text_batches(source: Source, sentences: bool) -> Iterator[_TextBatch]:
         yield _TextBatch([text for piece in batch for text in piece.texts], ends, position)
 
 
-TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+TokenRow = tuple[Int32Array, IntArray]
 """The ids of all texts of a batch one after another, and the number of ids of each text."""
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")

@@ -22,7 +22,9 @@ from shardwise.data.reading.dataset_tables import DataSet
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-_SHAREGPT = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
+_CALLING = "function_call"
+"""The role of a message of ShareGPT whose text is the JSON of a tool's call, or of several."""
+_SHAREGPT = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, _CALLING: ASSISTANT, "observation": "tool"}
 """The roles of ShareGPT's messages, `{"from": "human", "value": "…"}`, where they have other names."""
 _OTHER_FIELDS = (("conversations",), ("prompt", "completion"))
 """The fields that hold the messages in rows without `messages`."""
@@ -147,7 +149,6 @@ def _conversation(record: dict[str, Any], where: Callable[[], str], key: str) ->
 
 
 def _variables(record: Mapping[str, Any], where: Callable[[], str]) -> dict[str, Any]:
-    """The values that a row gives the chat template beside the messages, as values or as their JSON."""
     variables: dict[str, Any] = {}
     for name in (*_VARIABLES, _ARGUMENTS):
         value: Any = record.get(name)
@@ -183,7 +184,10 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
         )
     if "role" not in value and "from" in value:
         fields = {field: inner for field, inner in value.items() if field not in ("from", "value")}
-        value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value.get("value"), **fields}
+        sender, content = str(value["from"]), value.get("value")
+        if sender == _CALLING:
+            content, fields["tool_calls"] = None, _calls(content, where, name)
+        value = {"role": _SHAREGPT.get(sender, sender), "content": content, **fields}
     role = value.get("role")
     content = value.get("content")
     if role not in ROLES:
@@ -199,6 +203,20 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
         raise DataError(f"{where()}: {name}.weight ({value['weight']!r}) must be 0 or 1: mend it")
     _require_json(value, where, name)
     return {field: inner for field, inner in value.items() if inner is not None}
+
+
+def _calls(text: Any, where: Callable[[], str], name: str) -> list[dict[str, Any]]:
+    """The `tool_calls` of a message whose text is the JSON of a call, `{"name": …, "arguments": …}`, or of several."""
+    calls: Any = None
+    with contextlib.suppress(ValueError, TypeError):
+        calls = json_value(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise DataError(
+            f"{where()}: {name}.value must be the JSON of a tool's call, "
+            f'{{"name": "…", "arguments": {{…}}}}, or of a list of calls, as its role is {_CALLING}: mend or remove it'
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _is_text(content: Any) -> bool:

@@ -31,7 +31,8 @@ FOREIGN: Sequence[tuple[bytes, str]] = (
     (rb".{257}ustar", "a tar archive"),
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file (data.format=hdf5 reads shards of BERT)"),
     (rb"ARROW1|\xff\xff\xff\xff", "a table of arrow (data.format=datasets reads folders of save_to_disk)"),
-    (rb"(?i:(?:\xef\xbb\xbf)?\s*<(?:\?xml\s|mediawiki\b|(?:!doctype\s+)?html\b))", "XML or HTML"),
+    (rb"(?i:(?:\xef\xbb\xbf)?\s*<(?:\?xml\s|mediawiki\b|docs?\b|(?:!doctype\s+)?html\b))", "XML or HTML"),
+    (rb"WARC/\d", "an archive of web pages (WARC, or WET of Common Crawl)"),
 )
 """Patterns of the beginnings of files that hold no plain text, and the names of what they hold."""
 # The first key of an object is asked for, as a text may begin with a brace or a bracket too.

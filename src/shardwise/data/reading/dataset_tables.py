@@ -101,7 +101,6 @@ class _SavedTables:
         return [folder / name for name in self._names(folder / _STATE, "_data_files")]
 
     def _names(self, record: Path, key: str) -> list[str]:
-        """The names that a record lists, of what must lie in its own folder."""
         values = _json(record).get(key)
         if not isinstance(values, list) or (not values and key == "splits"):
             raise DataError(f"{record} must list the data set's {key.removeprefix('_data_')}: save it again")
@@ -207,7 +206,6 @@ class _HubTables:
         return DataError(f"{key} must name a configuration of {self.repository}: {listing(names, 'or')}")
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
-        """Raises DataError if the card names files elsewhere or of this machine, which old releases would read."""
         # The library reads any address that a card names, files of this machine too: only those of the repository pass.
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
@@ -356,7 +354,6 @@ class DataSet:
             yield batch.column(self.column)
 
     def _batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
-        """Arrow batches of some rows of these columns, whose values lie within the files."""
         row = 0
         for batch in self._splits[split].select(columns).to_batches(max_chunksize=_ROWS):
             for name in columns:

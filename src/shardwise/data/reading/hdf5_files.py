@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import DataError, first_line, listing, see
 from shardwise.base.files import free_bytes, make_folder, user_path
@@ -34,7 +33,7 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.reading.content import read_errors
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import AnyArray, Flags, IntArray
 
 KEYS = {
     "input_ids": "NS",
@@ -103,7 +102,7 @@ class HDF5Shard:
             )
         return cls(path, rows, length, predictions, nbytes, chunked)
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, AnyArray]:
         """By key, mapped into memory from the file or from the cache."""
         if self.unpacked is not None:
             return {key: np.load(self.unpacked / f"{key}.npy", mmap_mode="r") for key in KEYS}
@@ -117,7 +116,6 @@ def h5py_library() -> Any:
 
 
 def _open_hdf5(path: Path) -> Any:
-    """An HDF5 file, opened by h5py; DataError if it is missing or no HDF5 file."""
     h5py = h5py_library()
     with read_errors(path), path.open("rb"):  # the library's own message would lack the reason
         pass
@@ -139,7 +137,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read ({first_line(error)}): it is damaged, copy it again") from None
 
 
-def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
+def _mapped(path: Path, array: Any) -> AnyArray:
     """An array of an opened file, mapped; one so small that HDF5 stores it in the header is read."""
     offset = array.id.get_offset()
     if offset is None:
@@ -239,7 +237,6 @@ def _build(shard: HDF5Shard, folder: Path) -> dict[str, Any]:
 
 
 def _copy(array: Any, target: Path) -> str:
-    """Copies one array in blocks of rows; returns the digest that it is checked by."""
     rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
     header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
     # Not mapped: on a full disk, writing to mapped memory ends the process without a message.
@@ -325,7 +322,7 @@ class HDF5ShardRows:
             )
 
 
-def listed_positions(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
+def listed_positions(positions_BP: IntArray) -> Flags:
     """True for the masked positions of HDF5 rows before the first 0, which ends the list, [B, P]."""
-    listed: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
+    listed: Flags = np.logical_and.accumulate(positions_BP != 0, axis=1)
     return listed

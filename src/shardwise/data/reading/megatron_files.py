@@ -32,14 +32,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of, sync_folder, to_disk, user_path
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import read_errors
 from shardwise.data.reading.raw_tokens import raw_tokens_hint
-from shardwise.data.rows import IntArray, Sentences
+from shardwise.data.rows import Int32Array, IntArray, Integers, Sentences
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -92,8 +91,8 @@ class IndexedFile:
     """
 
     prefix: Path
-    tokens: npt.NDArray[np.integer[Any]]
-    sizes: npt.NDArray[np.int32]
+    tokens: Integers
+    sizes: Int32Array
     pointers: IntArray
     documents: IntArray
 
@@ -123,7 +122,7 @@ class IndexedFile:
     def num_documents(self) -> int:
         return len(self.documents) - 1
 
-    def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
+    def starts(self, documents: Integers) -> IntArray:
         """The first token of each of these documents; of the number after the last one, the number of tokens."""
         return self.sequence_starts(self.documents[documents])
 
@@ -182,7 +181,7 @@ class MegatronDocuments:
         """The first tokens; fewer if there are no more."""
         return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
 
-    def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
+    def starts(self, documents: Integers) -> IntArray:
         """The first token of each of these documents, 0 … count, counted from `start`."""
         return np.asarray(self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start)
 
@@ -280,7 +279,6 @@ def _damaged(path: Path, problem: str) -> DataError:
 
 
 def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | None) -> None:
-    """The .bin must have the size that the .idx says; `overflow`: as `_check_sequences` gives it."""
     size = bin_path.stat().st_size
     if size == expected == 0:
         raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
@@ -294,9 +292,7 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | No
         )
 
 
-def _check_sequences(
-    path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int
-) -> tuple[int, int | None]:
+def _check_sequences(path: Path, sizes: Int32Array, pointers: IntArray, itemsize: int) -> tuple[int, int | None]:
     """Each sequence must have a size and begin at the end of the one before. Returns the byte at which the last one
     ends, and the first sequence whose pointer overflowed 32 bits; None if none.
     """
@@ -334,7 +330,7 @@ def megatron_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ChangedFilesError(DataError):
-    """Data files have changed since they were read or written."""
+    """The text or the Megatron files of a preparation have changed since it began."""
 
 
 class UnfinishedIndex:
@@ -372,7 +368,7 @@ class UnfinishedIndex:
     def __exit__(self, *_error: object) -> None:
         self._opened.close()
 
-    def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
+    def extend(self, tokens: Integers, sizes: Integers, ends: IntArray) -> None:
         """Appends documents: their tokens, the sizes of their sequences, and the ends of documents.
 
         Sequences after the last end belong to a document that the next call continues. Tokens beyond the sizes are the
@@ -430,7 +426,6 @@ class UnfinishedIndex:
 
 
 def _open_to_append(files: ExitStack, path: Path, size: int) -> BinaryIO:
-    """A file cut to `size` bytes, which `files` closes."""
     path.touch()
     if path.stat().st_size < size:
         raise ChangedFilesError(f"{path} is shorter than it was")
@@ -482,7 +477,7 @@ class IndexedWriter:
                 self._index.finish()
                 publish_megatron_files(self._index.prefix, self.prefix)
 
-    def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
+    def add(self, tokens: Sequence[int] | Integers, sizes: Sequence[int] | None = None) -> None:
         """Appends a document; `sizes`: tokens of each of its sequences; None: one sequence of all its tokens."""
         row = np.asarray(tokens, dtype=np.int64)
         if sizes is None:
@@ -490,7 +485,7 @@ class IndexedWriter:
         lengths = np.asarray(sizes, dtype=np.int64)
         self.extend(row, lengths, np.array([len(lengths)]))
 
-    def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
+    def extend(self, tokens: Integers, sizes: Integers, ends: IntArray) -> None:
         """Appends many documents at once, see `UnfinishedIndex.extend`."""
         if int(sizes.sum()) != len(tokens):
             raise DataError(

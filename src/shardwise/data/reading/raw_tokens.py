@@ -14,14 +14,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
 from shardwise.data.reading.content import FOREIGN, HEAD, read_errors
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import IntArray, Integers
 
 DTYPES = ("uint16", "uint32", "int64")
 SUFFIXES = (".bin", ".npy", ".ds")
@@ -50,7 +48,7 @@ class RawTokens:
     """
 
     path: Path
-    tokens: npt.NDArray[np.integer[Any]]
+    tokens: Integers
     end: int | None = None
     reading: str | None = None
     ends: IntArray | None = None
@@ -183,7 +181,7 @@ def _looks_like(path: Path, head: bytes, option: str, vocab_size: int | None) ->
     raise DataError(f"the bytes of {path} may be ids of {dtypes}: say which by {option}")
 
 
-def _flat(path: Path, dtype: str, offset: int = 0, told: tuple[int, str] | None = None) -> npt.NDArray[np.integer[Any]]:
+def _flat(path: Path, dtype: str, offset: int = 0, told: tuple[int, str] | None = None) -> Integers:
     """The ids of a file; `told`: the number that there must be, and what says so."""
     read = np.dtype(dtype).newbyteorder("<")
     size = path.stat().st_size
@@ -192,13 +190,13 @@ def _flat(path: Path, dtype: str, offset: int = 0, told: tuple[int, str] | None 
             f"the size of {path} ({size} bytes) must be above {offset} and a multiple of {read.itemsize}, for ids of "
             f"{dtype}: the file is cut off, or holds something else"
         )
-    tokens: npt.NDArray[np.integer[Any]] = np.asarray(np.memmap(path, dtype=read, mode="r", offset=offset))
+    tokens: Integers = np.asarray(np.memmap(path, dtype=read, mode="r", offset=offset))
     if told is not None and len(tokens) != told[0]:
         raise DataError(f"{path} ({len(tokens)} ids of {dtype}) must have {told[0]}, as {told[1]} says: copy it again")
     return tokens
 
 
-def _array(path: Path) -> npt.NDArray[np.integer[Any]]:
+def _array(path: Path) -> Integers:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:

@@ -29,7 +29,6 @@ def stories() -> Iterator[str]:
 
 
 def _story(grammar: Mapping[str, Any], number: int) -> str:
-    """The story of a number: a plot, and of each of its parts one of the sentences, with the words of this story."""
     draw = random.Random(f"story {number}")
     words = _words(grammar, draw)
     plot = _choice(list(grammar["plots"].values()), draw)

@@ -274,7 +274,6 @@ def _left_out(files: Sequence[Path], kind: content.Kind | None, key: str) -> set
 
 
 def _python_source(root: Path) -> _CodeSource:
-    """The text of every Python installation: the standard library's sources, then the topics of `help()`."""
     files: list[Path] = []
     total = 0
     for path in _walk(root, _PYTHON_SKIPPED):

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, Problems, raise_problems
 from shardwise.base.files import user_path
 from shardwise.config import DataConfig
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading import content, raw_tokens, text_sources, token_rows
-from shardwise.data.rows import IntArray, json_digest
+from shardwise.data.rows import AnyArray, IntArray, json_digest
 
 # A start looks at so many blocks of tokens of all files together.
 _BLOCKS = 256
@@ -75,17 +73,13 @@ class FlatTokens:
         paths = flat_token_files(user_path(data.path))
         if not paths:
             raise DataError(f"data.path ({data.path}) names no files of tokens that exist: .bin, .npy or .ds")
-        files, problems, size = [], [], tokenizer_size or vocab_size
+        files, problems, size = [], Problems(), tokenizer_size or vocab_size
         dtype = None if data.token_dtype == "auto" else data.token_dtype
         # Of a task without documents, datatrove leaves an empty file.
         for path in [path for path in paths if path.stat().st_size] or paths:
-            try:
-                with content.read_errors(path):
-                    files.append(raw_tokens.RawTokens.open(path, dtype, size, "data.token_dtype"))
-            except DataError as error:
-                problems += error.problems
-        if problems:
-            raise DataError(problems)
+            with problems, content.read_errors(path):
+                files.append(raw_tokens.RawTokens.open(path, dtype, size, "data.token_dtype"))
+        raise_problems(DataError, problems)
         tokens = FlatTokens(files, vocab_size or np.iinfo(np.int64).max, 0, sum(len(file.tokens) for file in files))
         last = max(0, len(tokens) - _BLOCK_TOKENS)
         for start in np.unique(np.linspace(0, last, _BLOCKS).astype(np.int64)).tolist():
@@ -125,7 +119,7 @@ class FlatTokens:
     def __len__(self) -> int:
         return self.stop - self.first
 
-    def __getitem__(self, places: slice) -> npt.NDArray[Any]:
+    def __getitem__(self, places: slice) -> AnyArray:
         start, stop, _ = places.indices(len(self))
         pieces = [np.empty(0, dtype=self.files[0].tokens.dtype)]
         for number, begin in enumerate(self.begins[:-1].tolist()):
@@ -134,7 +128,7 @@ class FlatTokens:
                 pieces.append(self._checked(number, slice(low, high), low))
         return np.concatenate(pieces)
 
-    def take(self, places: IntArray) -> npt.NDArray[Any]:
+    def take(self, places: IntArray) -> AnyArray:
         """The tokens at `places`; a DataError names the file and the place of one beyond the vocabulary."""
         places = places + self.first
         number_of = np.searchsorted(self.begins, places, side="right") - 1
@@ -144,7 +138,7 @@ class FlatTokens:
             tokens[chosen] = self._checked(number, places[chosen] - self.begins[number])
         return tokens
 
-    def _checked(self, number: int, places: IntArray | slice, start: int | None = None) -> npt.NDArray[Any]:
+    def _checked(self, number: int, places: IntArray | slice, start: int | None = None) -> AnyArray:
         file = self.files[number]
         found = file.tokens[places]
         for at in np.flatnonzero((found < 0) | (found >= self.vocab_size))[:1]:

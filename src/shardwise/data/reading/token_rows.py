@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from shardwise.base.errors import DataError, see
 from shardwise.data.reading import jsonl_parquet
 from shardwise.data.reading.content import FileReading, open_unpacked, reading_of
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import Flags, IntArray, Integers
 
 # Lines that are decoded at once.
 _LINES = 256
@@ -34,9 +33,9 @@ class TokenRows:
     """Rows of token ids, one after another; `nulls`: True for a token that is null; `place` names a row in messages."""
 
     lengths: IntArray
-    tokens: npt.NDArray[np.integer[Any]]
+    tokens: Integers
     place: Callable[[int], str]
-    nulls: npt.NDArray[np.bool_] | None = None
+    nulls: Flags | None = None
 
     @staticmethod
     def of_arrow(array: Any, where: str, first: int, column: str) -> TokenRows:
@@ -58,7 +57,7 @@ class TokenRows:
         return len(self.lengths)
 
     @property
-    def last(self) -> npt.NDArray[np.integer[Any]]:
+    def last(self) -> Integers:
         """The last token of each row that has some."""
         return self.tokens[(np.cumsum(self.lengths) - 1)[self.lengths > 0]]
 

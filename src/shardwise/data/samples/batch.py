@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import AnyArray, IntArray
 from shardwise.data.samples.order import MixtureStage, SampleOrder, SourceOrder
 
 IGNORE = -100
@@ -27,7 +26,7 @@ class TokenSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self, places: IntArray, /) -> npt.NDArray[Any]:
+    def take(self, places: IntArray, /) -> AnyArray:
         """The tokens at `places`."""
         ...
 
@@ -35,7 +34,7 @@ class TokenSource(Protocol):
 class TokenRow(TokenSource, Protocol):
     """A row of the data's tokens of which slices are read too."""
 
-    def __getitem__(self, places: slice, /) -> npt.NDArray[Any]: ...
+    def __getitem__(self, places: slice, /) -> AnyArray: ...
 
 
 @dataclass(frozen=True)
@@ -151,6 +150,10 @@ class Batches(ABC):
         indices, epochs = self.draw(consumed, global_batch)
         return [self.collate(indices[places], epochs[places], consumed + places) for places in places_MB]
 
+    def eval_micro_batches(self, count: int, global_batch: int, portion: int) -> int:
+        """Micro-batches of an evaluation on each rank; `portion`: samples of one over all ranks."""
+        return -(-min(count * global_batch, self.num_samples) // portion)
+
     def eval_batches(
         self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> Iterator[Batch]:
@@ -163,7 +166,7 @@ class Batches(ABC):
         self.places_of_rank(global_batch, dp_rank, dp_size, micro_batch)
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
-        total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
+        total = self.eval_micro_batches(count, global_batch, portion) * portion
         for samples in self.places_of_rank(total, dp_rank, dp_size, micro_batch) if total else ():
             indices = np.where(samples < real, self.evaluated(np.minimum(samples, real - 1)), -1)
             # Epoch 0 each time: every evaluation sees the same samples.
@@ -280,8 +283,3 @@ def join_batches(batches: Sequence[Batch], places: Sequence[IntArray], samples: 
             lengths[chosen] = batch.lengths
     counts: IntArray = np.sum([batch.counts for batch in batches], axis=0)
     return Batch(inputs, counts, samples, lengths)
-
-
-def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """Micro-batches into which each rank's samples of an evaluation go; `portion`: samples of one over all ranks."""
-    return -(-min(count * global_batch, num_samples) // portion)

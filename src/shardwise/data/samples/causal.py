@@ -11,13 +11,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import AnyArray, Int32Array, IntArray, Integers
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenSource
 from shardwise.data.samples.order import SampleOrder, concatenated_ranges, mix_integer
 
@@ -83,7 +82,7 @@ class RowBatches(Batches):
         self.ends = ends
 
     @abstractmethod
-    def row(self, index: int) -> npt.NDArray[Any]:
+    def row(self, index: int) -> AnyArray:
         """The tokens of a sample, at most S + 1: all but the first are targets."""
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
@@ -124,7 +123,7 @@ class TokenBatches(RowBatches):
         super().__init__(num_samples, seed, sequence_length, ends, together)
         self.tokens = tokens
 
-    def row(self, index: int) -> npt.NDArray[Any]:
+    def row(self, index: int) -> AnyArray:
         first = index * self.sequence_length
         return self.tokens.take(np.arange(first, min(first + self.sequence_length + 1, len(self.tokens))))
 
@@ -135,7 +134,7 @@ class Documents(TokenSource, Protocol):
     @property
     def count(self) -> int: ...
 
-    def starts(self, numbers: npt.NDArray[np.integer[Any]], /) -> IntArray:
+    def starts(self, numbers: Integers, /) -> IntArray:
         """The place of the first token of each of these documents."""
         ...
 
@@ -161,7 +160,7 @@ class _EpochIndex:
         begins: first token of each document in the row, then the number of tokens, [count + 1].
     """
 
-    order: npt.NDArray[np.int32] | IntArray
+    order: Int32Array | IntArray
     begins: IntArray
 
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from threading import Lock
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.data.rows import IntArray, TokenArray
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
@@ -59,7 +58,7 @@ class Conversations:
         is_target = (first < self.answers[:, 1]) & (first <= self.bounds[number] + length)
         return np.unique(number[is_target])
 
-    def targets(self, number: int, length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def targets(self, number: int, length: int) -> tuple[IntArray, IntArray]:
         """The first `length` tokens that a conversation reads at most, and the target of each, else `IGNORE`."""
         begin = int(self.bounds[number])
         end = min(int(self.bounds[number + 1]), begin + length + 1)

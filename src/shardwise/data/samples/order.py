@@ -19,10 +19,9 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import Hashes, IntArray
 
 # Four rounds of random functions make a permutation that nobody can tell from a random one (Luby and Rackoff 1988,
 # "How to construct pseudorandom permutations"). That holds for wide halves; those of small data have a few bits, so
@@ -71,7 +70,7 @@ class SampleOrder:
         numbers, places = np.divmod(np.arange(consumed, consumed + count), self.together)
         return np.asarray(blocks[numbers - first] * self.together + places)
 
-    def _permuted(self, positions: npt.NDArray[np.uint64], epoch: int) -> IntArray:
+    def _permuted(self, positions: Hashes, epoch: int) -> IntArray:
         keys = [np.uint64(mix_integer(self.seed, epoch, number)) for number in range(_ROUNDS)]
         values = self._feistel(positions, keys)
         # The walk along a cycle ends, as the cycle leads back to the position itself, which is a sample's number. Of
@@ -82,7 +81,7 @@ class SampleOrder:
             outside = outside[values[outside] >= self._blocks]
         return values.astype(np.int64)
 
-    def _feistel(self, values: npt.NDArray[np.uint64], keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _feistel(self, values: Hashes, keys: list[np.uint64]) -> Hashes:
         """Rounds of `(left, right) → (right, left ⊕ F(right))`.
 
         A round can be undone from its result, as `right` is part of it: so the rounds permute whatever `F` is.
@@ -106,7 +105,7 @@ _SECOND = 0x94D049BB133111EB
 _DRAWS = 0x6472617773  # "draws": keeps their hashes apart from the sample order's
 
 
-def mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix_bits(values: Hashes) -> Hashes:
     """SplitMix64 of each value, by which samples are shuffled (Steele, Lea and Flood 2014, section 3)."""
     values = values + np.uint64(_GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
@@ -125,7 +124,7 @@ def mix_integer(*values: int) -> int:
     return state
 
 
-def hashes_below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+def hashes_below(hashes: Hashes, limit: IntArray | int) -> IntArray:
     """Each sample's hash as an integer of 0 … `limit` - 1, equally likely to within `limit` / 2³²; `limit` ≤ 2³².
 
     The first 32 bits of a hash are a fraction of 1 in units of 2⁻³²; the result is that fraction of the limit, rounded
@@ -141,19 +140,19 @@ class Draws:
     Numbers of different sites are independent of one another, and of the sample order.
     """
 
-    def __init__(self, seed: int, epochs_B: npt.NDArray[np.int64], indices_B: npt.NDArray[np.int64]) -> None:
+    def __init__(self, seed: int, epochs_B: IntArray, indices_B: IntArray) -> None:
         start = np.uint64(mix_integer(_DRAWS, seed))
         self._keys_B = mix_bits(mix_bits(start ^ epochs_B.astype(np.uint64)) ^ indices_B.astype(np.uint64))
 
-    def hashes(self, site: int) -> npt.NDArray[np.uint64]:
+    def hashes(self, site: int) -> Hashes:
         """One 64-bit hash a sample, [B]."""
         return mix_bits(self._keys_B ^ np.uint64(site))
 
-    def table(self, site: int, columns: int) -> npt.NDArray[np.uint64]:
+    def table(self, site: int, columns: int) -> Hashes:
         """`columns` 64-bit hashes a sample, [B, columns]."""
         return mix_bits(self.hashes(site)[:, None] ^ np.arange(columns, dtype=np.uint64))
 
-    def below(self, site: int, limits: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+    def below(self, site: int, limits: IntArray | int) -> IntArray:
         """One integer of 0 … limit - 1 a sample, [B]."""
         return hashes_below(self.hashes(site), limits)
 
@@ -254,7 +253,7 @@ def concatenated_ranges(starts: IntArray, sizes: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """The weights of a mixture's sources from a sample of the run on, which `step` steps are before."""
+    """A stage of the order of samples: the weights of its sources from a sample on, which `step` steps are before."""
 
     step: int
     sample: int
@@ -308,7 +307,6 @@ class SourceOrder:
         return before
 
     def _by_stage(self, samples: IntArray) -> Iterator[tuple[int, IntArray]]:
-        """Number of each stage that has some of the samples, with the places of these."""
         stages = np.searchsorted(self._begins, samples, side="right") - 1
         for number in np.unique(stages).tolist():
             yield number, np.flatnonzero(stages == number)

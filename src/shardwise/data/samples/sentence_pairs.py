@@ -9,14 +9,12 @@ Shapes: B = samples, S = sequence length, P = predictions of a sample, at most; 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.reading.hdf5_files import HDF5ShardRows, listed_positions
-from shardwise.data.rows import IntArray, PairTokens, Sentences
+from shardwise.data.rows import AnyArray, Flags, IntArray, PairTokens, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenSource
 from shardwise.data.samples.order import Draws, hashes_below
 
@@ -106,7 +104,7 @@ def pair_tokens_room(sequence_length: int) -> int:
     return sequence_length - _ADDED
 
 
-def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
+def pair_batch(samples: IntArray, **rows: AnyArray) -> Batch:
     """The batch of BERT's inputs by name, of rows by sample; DataError: a masked position is beyond the sequence."""
     inputs = {name: np.array(array.T, dtype=np.int64, order="C") for name, array in rows.items()}
     length = len(inputs["ids_SB"])
@@ -301,9 +299,7 @@ class Masking:
     mask_id: int
     ordinary_ids: IntArray
 
-    def apply(
-        self, ids_BS: IntArray, candidates_BS: npt.NDArray[np.bool_], draws: Draws
-    ) -> tuple[IntArray, IntArray, IntArray]:
+    def apply(self, ids_BS: IntArray, candidates_BS: Flags, draws: Draws) -> tuple[IntArray, IntArray, IntArray]:
         """`(ids_BS, positions_BP, targets_BP)`: positions ascend; unused places have position 0 and target `IGNORE`."""
         length = ids_BS.shape[1]
         # The last bits of each hash are its position: no two are equal, and the smallest name their own positions.

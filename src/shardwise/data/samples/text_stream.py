@@ -18,11 +18,10 @@ from threading import Event, Lock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import DataError
 from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, TextShard, cut_document
-from shardwise.data.rows import IntArray
+from shardwise.data.rows import Int32Array, IntArray
 from shardwise.data.samples.batch import Batch, Batches, join_batches
 from shardwise.data.samples.order import SampleOrder, mix_integer
 from shardwise.data.tokens.encoding import DocumentMarks, document_tokens
@@ -37,8 +36,6 @@ _HELD_OUT = 0x68656C64
 _ENCODED_CHARACTERS = 1 << 22
 # A global batch may lie in several blocks, and threads that read batches ahead ask for neighbours.
 _BLOCKS_KEPT = 3
-
-_Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class TextStream:
     shards: Sequence[TextShard]
     tokenizer: Tokenizer
     marks: DocumentMarks
-    cut: Callable[[_Tokens, int], Batches | None]
+    cut: Callable[[Int32Array, int], Batches | None]
     seed: int
     buffer: int
     held_out: HeldOut
@@ -127,7 +124,6 @@ class TextStream:
         return _StreamBlock(start, stop, samples)
 
     def _documents(self, start: StreamPosition) -> tuple[list[list[TextPiece]], StreamPosition]:
-        """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
         documents: list[list[TextPiece]] = []
         characters = 0
         for stop, pieces in self._reading:
@@ -150,7 +146,7 @@ class TextStream:
                     yield replace(start, shard=number, offset=stop), pieces
             offset = 0
 
-    def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
+    def _tokens(self, documents: list[list[TextPiece]]) -> Int32Array:
         rows = []
         pieces = (("", piece) for piece in chain.from_iterable(documents))
         for _, row, _ in document_tokens(pieces, self.tokenizer, self.marks, _ENCODED_CHARACTERS):

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import DataError
 from shardwise.config import DataConfig
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece
-from shardwise.data.rows import PARTS, Part
+from shardwise.data.rows import PARTS, Int32Array, IntArray, Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 # Text that is encoded at once: enough to keep all cores busy, in bounded memory.
@@ -72,7 +71,7 @@ def encode_documents(
 
 def document_tokens(
     pieces: Iterable[tuple[_Key, TextPiece]], tokenizer: Tokenizer, marks: DocumentMarks, characters: int
-) -> Iterator[tuple[_Key, npt.NDArray[np.int32], bool]]:
+) -> Iterator[tuple[_Key, Int32Array, bool]]:
     """The tokens of each document with its marks, or of the parts of a long one: key, tokens, True if it ends there.
 
     Args:
@@ -277,8 +276,8 @@ class DocumentMarks:
         return cls(begin, None if append_eod is False else tokenizer.required_end())
 
     def put(
-        self, tokens: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], ends: Sequence[bool], *, begun: bool
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        self, tokens: Int32Array, sizes: IntArray, ends: Sequence[bool], *, begun: bool
+    ) -> tuple[Int32Array, IntArray]:
         """The tokens of consecutive pieces with the marks between them, and the number of tokens of each piece then.
 
         Args:

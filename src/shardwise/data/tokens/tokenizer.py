@@ -14,25 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError, listing, see
+from shardwise.base.errors import ConfigError, DataError, listing, raise_problems, see
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
-from shardwise.data.rows import PairTokens
-from shardwise.data.tokens.tokenizer_files import (
-    BEGIN_MESSAGE,
-    END_MESSAGE,
-    END_OF_DOCUMENT,
-    KNOWN_ENDS,
-    PAIR_TOKENS,
-    SPACE,
-    SPECIAL,
-    TokenizerFiles,
-    read_tokenizer_file,
-    read_tokenizer_json,
-    resolve_tokenizer,
-    tokenizers_library_errors,
-)
+from shardwise.data.rows import Int32Array, IntArray, Integers, PairTokens
+from shardwise.data.tokens import tokenizer_files
 
 if TYPE_CHECKING:
     import tokenizers
@@ -84,10 +70,10 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Opens the tokenizer of a folder, or the one that a file belongs to; DataError: it is missing or broken."""
-        return cls._of(TokenizerFiles.find(Path(path)))
+        return cls._of(tokenizer_files.TokenizerFiles.find(Path(path)))
 
     @classmethod
-    def _of(cls, files: TokenizerFiles) -> Tokenizer:
+    def _of(cls, files: tokenizer_files.TokenizerFiles) -> Tokenizer:
         backend = files.open()
         name = str(next(iter(files.vocabulary.values())))
         return cls(backend, files.end_of_document(backend), begin_of_document=files.named("bos_token"), name=name)
@@ -104,8 +90,8 @@ class Tokenizer:
         """The id of the token that closes a document; DataError if there is none."""
         if self.end_of_document_id is None:
             raise DataError(
-                f"{self._name} has no token that ends a document (none of {', '.join(KNOWN_ENDS)}): name one as "
-                f"eos_token in a {TOKENIZER_CONFIG} beside it, or set data.append_eod=false"
+                f"{self._name} has no token that ends a document (none of {', '.join(tokenizer_files.KNOWN_ENDS)}): "
+                f"name one as eos_token in a {TOKENIZER_CONFIG} beside it, or set data.append_eod=false"
             )
         return self.end_of_document_id
 
@@ -131,7 +117,7 @@ class Tokenizer:
             return None
         return self._backend.id_to_token(number)
 
-    def encode(self, text: str) -> npt.NDArray[np.int64]:
+    def encode(self, text: str) -> IntArray:
         """The ids of `text`, nothing added."""
         return np.array(self.encoding(text).ids, dtype=np.int64)
 
@@ -148,7 +134,7 @@ class Tokenizer:
             return self._backend.encode_batch(texts, add_special_tokens=False)
 
     def _library_errors(self) -> AbstractContextManager[None]:
-        return tokenizers_library_errors(self._name, "apply to a text")
+        return tokenizer_files.tokenizers_library_errors(self._name, "apply to a text")
 
     def _read_special_tokens(self, *, literally: bool) -> None:
         # Set only if it differs, as it must not be set while another thread encodes.
@@ -181,9 +167,7 @@ class Tokenizer:
         """The token that a document may begin with, such as `<s>`; None if the tokenizer has none."""
         return self.begin_of_text or self._begin_of_document
 
-    def encode_rows(
-        self, texts: list[str], *, literally: bool = False
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    def encode_rows(self, texts: list[str], *, literally: bool = False) -> tuple[Int32Array, IntArray]:
         """All ids of texts, and the number of each; `literally`: the name of a special token is text like any other."""
         self._read_special_tokens(literally=literally)
         with self._library_errors():
@@ -193,7 +177,7 @@ class Tokenizer:
         ids = chain.from_iterable(encoding.ids for encoding in encodings)
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
 
-    def byte_counts(self) -> npt.NDArray[np.int64]:
+    def byte_counts(self) -> IntArray:
         """UTF-8 bytes of the text that each id stands for, [vocabulary]; 0 for special tokens.
 
         The text is the normalized one, with the space that some tokenizers put before it.
@@ -208,7 +192,7 @@ class Tokenizer:
             counts[number] = 0 if added.special else len(added.content.encode())
         return counts
 
-    def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]], *, skips_special: bool = False) -> str:
+    def decode(self, ids: Iterable[int] | Integers, *, skips_special: bool = False) -> str:
         """The text of `ids`; ends of documents and other special tokens show unless `skips_special` leaves them out."""
         with self._library_errors():
             return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
@@ -239,9 +223,11 @@ class Tokenizer:
         if TOKENIZER_CONFIG in copies:
             if not pairs:
                 special = {"eos_token": end} if end is not None and end in self.added_tokens.values() else {}
-            settings = plain_tokenizer_config({**special, **read_tokenizer_json(copies[TOKENIZER_CONFIG])}, pairs=pairs)
-        elif SPECIAL not in copies:
-            (folder / SPECIAL).write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
+            settings = plain_tokenizer_config(
+                {**special, **tokenizer_files.read_tokenizer_json(copies[TOKENIZER_CONFIG])}, pairs=pairs
+            )
+        elif tokenizer_files.SPECIAL not in copies:
+            (folder / tokenizer_files.SPECIAL).write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def pair_tokens(self) -> PairTokens:
@@ -261,16 +247,16 @@ def plain_tokenizer_config(settings: Mapping[str, Any], *, pairs: bool) -> dict[
 def _bytes_of_piece(piece: str) -> int:
     """The UTF-8 bytes of the text of a piece of SentencePiece, in which ▁ stands for a space, and <0x0A> for a byte."""
     is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece) is not None
-    return 1 if is_byte else len(piece.replace(SPACE, " ").encode())
+    return 1 if is_byte else len(piece.replace(tokenizer_files.SPACE, " ").encode())
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool, chat: bool = False) -> list[str]:
     """The special tokens of a tokenizer that is trained on the data; DataError: the vocabulary is too small or big."""
-    special = [END_OF_DOCUMENT]
+    special = [tokenizer_files.END_OF_DOCUMENT]
     if pairs:
-        special = list(PAIR_TOKENS.values())
+        special = list(tokenizer_files.PAIR_TOKENS.values())
     elif chat:
-        special = [BEGIN_MESSAGE, END_MESSAGE]
+        special = [tokenizer_files.BEGIN_MESSAGE, tokenizer_files.END_MESSAGE]
     smallest = 256 + len(special)
     if smallest <= vocab_size <= LARGEST_TRAINED:
         return special
@@ -317,13 +303,13 @@ def train_tokenizer(
             f"set model.vocab_size={reached} or lower, give more text, or name your own tokenizer by data.tokenizer"
         )
     if chat:
-        return Tokenizer(backend, END_MESSAGE, begin_of_document=BEGIN_MESSAGE)
+        return Tokenizer(backend, tokenizer_files.END_MESSAGE, begin_of_document=tokenizer_files.BEGIN_MESSAGE)
     if not pairs:
-        return Tokenizer(backend, END_OF_DOCUMENT)
-    sep = PAIR_TOKENS["sep"]
-    cls = PAIR_TOKENS["cls"]
+        return Tokenizer(backend, tokenizer_files.END_OF_DOCUMENT)
+    sep = tokenizer_files.PAIR_TOKENS["sep"]
+    cls = tokenizer_files.PAIR_TOKENS["cls"]
     backend.post_processor = processors.BertProcessing((sep, special.index(sep)), (cls, special.index(cls)))
-    return Tokenizer(backend, sep, PAIR_TOKENS)
+    return Tokenizer(backend, sep, tokenizer_files.PAIR_TOKENS)
 
 
 def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> Tokenizer:
@@ -340,7 +326,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
             f"{see('data#vocabulary-too-small')}"
         )
     if pairs:
-        names = {role: files.named(f"{role}_token") or usual for role, usual in PAIR_TOKENS.items()}
+        names = {role: files.named(f"{role}_token") or usual for role, usual in tokenizer_files.PAIR_TOKENS.items()}
         if missing := [name for name in names.values() if tokenizer.token_id(name) is None]:
             problems.append(
                 f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
@@ -348,8 +334,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
                 f"{see('data#no-marks-of-pairs')}"
             )
         tokenizer.pair_names = names
-    if problems:
-        raise DataError(problems)
+    raise_problems(DataError, problems)
     return tokenizer
 
 
@@ -363,14 +348,14 @@ def user_tokenizer_digest(path: str) -> str:
     """A digest of the files that `export_user_tokenizer` copies; DataError if there are none, or one is unreadable."""
     digest = hashlib.sha256()
     for name, file in _files(path).copies.items():
-        digest.update(hashlib.sha256(read_tokenizer_file(file)).digest() + name.encode())
+        digest.update(hashlib.sha256(tokenizer_files.read_tokenizer_file(file)).digest() + name.encode())
     return digest.hexdigest()
 
 
 def special_token_ids(folder: Path) -> dict[str, int | None]:
     """The tokenizer's ids `bos_token_id` and `eos_token_id`, as config.json names them; None if it has none."""
     tokenizer = Tokenizer.load(folder)
-    begin = TokenizerFiles.find(folder).named("bos_token")
+    begin = tokenizer_files.TokenizerFiles.find(folder).named("bos_token")
     return {
         "bos_token_id": None if begin is None else tokenizer.token_id(begin),
         "eos_token_id": tokenizer.end_of_document_id,
@@ -395,8 +380,8 @@ def keep_user_tokenizer(
     return tokenizer
 
 
-def _files(path: str) -> TokenizerFiles:
+def _files(path: str) -> tokenizer_files.TokenizerFiles:
     try:
-        return TokenizerFiles.find(resolve_tokenizer(path, cached=True))
+        return tokenizer_files.TokenizerFiles.find(tokenizer_files.resolve_tokenizer(path, cached=True))
     except ConfigError as error:
         raise DataError(error.problems) from None

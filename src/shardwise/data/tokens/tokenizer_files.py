@@ -7,7 +7,7 @@ Settings add tokens to a tokenizer: those that transformers adds, in the same or
 tokens by their ids (`added_tokens_decoder`); older folders have `added_tokens.json`. Special tokens are named in
 `tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
 
-Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
+Functions import `tokenizers` and the readers of rare files, as a dry run comes here and opens no tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from shardwise.base import hub
 from shardwise.base.errors import DataError, listing
 from shardwise.base.files import reason_of, user_path
 from shardwise.base.parsing import json_value
-from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
 
 if TYPE_CHECKING:
     import tokenizers
@@ -113,6 +112,8 @@ class TokenizerFiles:
         elif VOCABULARY in self.vocabulary:
             backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
         elif TEKKEN in self.vocabulary:
+            from shardwise.data.tokens.ranked_vocabularies import open_tekken
+
             file = self.vocabulary[TEKKEN]
             with tokenizers_library_errors(file, "read"):
                 backend = open_tekken(read_tokenizer_file(file), file)
@@ -223,10 +224,11 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
 
 
 def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
-    """The tokenizer of a vocabulary of tiktoken; None if the file is none. DataError if it is not known."""
     content = read_tokenizer_file(file)
     if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content[:1024]):
         return None
+    from shardwise.data.tokens.ranked_vocabularies import open_tiktoken
+
     if (known := open_tiktoken(content)) is None:
         raise DataError(
             f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "

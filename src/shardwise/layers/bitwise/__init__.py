@@ -33,17 +33,12 @@ def choose_class(layer: _Layer) -> None:
 @cache
 def bit_equal(ordinary: _Class) -> _Class:
     """Return the bit-equal class of an ordinary one; of a user's subclass one that is bit-equal in what it inherits."""
-    classes = _bit_equal_classes()
+    # By name: this module imports the ordinary layers, which import this file.
+    kinds = vars(import_module(f"{__package__}.layers"))
+    classes = {kind.__bases__[0]: kind for name, kind in kinds.items() if name.startswith("BitEqual")}
     base = next(base for base in ordinary.__mro__ if base in classes)
     if base is ordinary:
         return cast(_Class, classes[base])
     # The subclass comes first, so that its methods override and call those of the bit-equal class.
     kind = classes[base]
     return cast(_Class, type(f"BitEqual{ordinary.__name__}", (ordinary, kind), {"__module__": kind.__module__}))
-
-
-def _bit_equal_classes() -> dict[type, type]:
-    # By name: these modules import the ordinary layers, which import this one.
-    modules = [import_module(f"{__package__}.{name}") for name in ("embedding", "experts", "linear", "loss", "norm")]
-    kinds = [kind for module in modules for name, kind in vars(module).items() if name.startswith("BitEqual")]
-    return {kind.__bases__[0]: kind for kind in kinds}

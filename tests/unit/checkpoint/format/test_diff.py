@@ -1,7 +1,5 @@
 """Differences: by values, whatever layouts wrote the two, and none where there is none."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -19,7 +17,7 @@ from shardwise.checkpoint.storage.root import Root
 from tests.stored import Tensor, float32, small_tensors, write_checkpoint
 
 
-def test_other_layouts_hold_the_same_tensors(tmp_path: Path) -> None:
+def test_folders_of_any_form_hold_the_same_tensors(tmp_path: Path) -> None:
     a = write_checkpoint(tmp_path / "a", ranks=1)
     b = write_checkpoint(tmp_path / "b", ranks=5, shards=3, layout={"world": 5})
     seen: list[int] = []
@@ -29,6 +27,21 @@ def test_other_layouts_hold_the_same_tensors(tmp_path: Path) -> None:
     assert len(found.tensors) == 16
     assert all(each.equal and each.largest == each.relative == 0 for each in found.tensors)
     assert sum(seen) == (66 + 42 + 7 + 6) * (2 + 3 * 4)
+    values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float32)}
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    for folder, hidden in ((single, 1), (sharded, 2)):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"hidden": hidden}))
+    save_file(values, single / "model.safetensors")
+    for name in values:
+        save_file({name: values[name]}, sharded / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in values}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = diff_folders(Root.of(single), Root.of(sharded))
+    assert found.equal
+    assert found.config == (("hidden", 1, 2),)
+    ours = write_checkpoint(tmp_path, tensors={"model": {name: ("F32", value) for name, value in values.items()}})
+    assert diff_folders(ours, Root.of(single)).equal
 
 
 def test_every_kind_of_difference(tmp_path: Path) -> None:
@@ -89,24 +102,6 @@ def test_a_difference_within_a_tolerance(tmp_path: Path) -> None:
     assert not found.within(0.99 * relative)
     del theirs["exp_avg"]["norm.weight"]
     assert not diff_folders(a, write_checkpoint(tmp_path / "c", tensors=theirs)).within(1.0)
-
-
-def test_hugging_face_folders(tmp_path: Path) -> None:
-    values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float32)}
-    single, sharded = tmp_path / "single", tmp_path / "sharded"
-    for folder, hidden in ((single, 1), (sharded, 2)):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"hidden": hidden}))
-    save_file(values, single / "model.safetensors")
-    for name in values:
-        save_file({name: values[name]}, sharded / f"{name}.safetensors")
-    index = {"weight_map": {name: f"{name}.safetensors" for name in values}}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = diff_folders(Root.of(single), Root.of(sharded))
-    assert found.equal
-    assert found.config == (("hidden", 1, 2),)
-    ours = write_checkpoint(tmp_path, tensors={"model": {name: ("F32", value) for name, value in values.items()}})
-    assert diff_folders(ours, Root.of(single)).equal
 
 
 @given(st.lists(st.integers(1, 6), max_size=3).map(tuple), st.integers(1, 40))

@@ -157,9 +157,7 @@ def test_a_disk_that_fills_up_leaves_nothing(folder: Root, tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_a_folder_has_its_names_on_the_disk_before_it_gets_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(Root, "sync", lambda place: synced.append((place.name, (tmp_path / "model").exists())))
     with staged_folder(Root.of(tmp_path), "model") as folder:

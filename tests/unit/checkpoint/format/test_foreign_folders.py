@@ -7,25 +7,11 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.weight_files import check_weights, no_weights_text
 from shardwise.cli import main
+from tests.rows import rows_of
 
-FOLDERS = {
-    "LoRA": (("adapter_config.json", "adapter_model.safetensors"), "M.from_pretrained('{0}').merge_and_unload()"),
-    "ZeRO": (
-        ("global_step3", "zero_to_fp32.py"),
-        "`python -m deepspeed.utils.zero_to_fp32 {0} OUT --safe_serialization`",
-    ),
-    "a step of ZeRO": (
-        ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        "`python -m deepspeed.utils.zero_to_fp32 {1} OUT --tag global_step3 --safe_serialization`",
-    ),
-    "litgpt": (("lit_model.pth", "model_config.yaml", "config.json"), "`litgpt convert_from_litgpt {0} OUT`"),
-    "FSDP": (("optimizer_0", "pytorch_model_fsdp_0"), "`accelerate merge-weights {0}/pytorch_model_fsdp_0 OUT`"),
-    "Megatron-LM": (
-        ("iter_0000006", "latest_checkpointed_iteration.txt"),
-        "`shardwise checkpoint import {0} DEST --from megatron`",
-    ),
-    "an iteration": ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), "--from megatron`"),
-}  # fmt: skip
+ROWS = rows_of(__file__)
+
+FOLDERS = ROWS["folders"]
 
 
 @pytest.mark.parametrize("case", FOLDERS)
@@ -44,18 +30,9 @@ def test_the_command_of_a_converter_is_named(case: str, tmp_path: Path) -> None:
     assert "must hold model.safetensors" in no_weights_text("x", others), "other folders have no converter"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "checkpoint import {0} {0}/out",
-        "evaluate {0}",
-        "train llama3-tiny checkpoint.load={0} --dry-run",
-    ],
-)
-def test_every_command_that_opens_a_model_names_the_converter(
-    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "adapter_config.json").touch()
-    assert main(command.format(tmp_path).split()) == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shardwise: ")]
-    assert "merge_and_unload" in line
+def test_each_command_that_opens_a_model_names_the_converter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ["checkpoint import {0} {0}/out", "evaluate {0}", "train llama3-tiny checkpoint.load={0} --dry-run"]:
+        (tmp_path / "adapter_config.json").touch()
+        assert main(command.format(tmp_path).split()) == 2
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shardwise: ")]
+        assert "merge_and_unload" in line

@@ -1,7 +1,5 @@
 """Headers: the library reads what we write, we read what it writes, and nothing crafted gets through."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path
@@ -16,7 +14,7 @@ from shardwise.checkpoint.format.safetensors import read_header, safetensors_hea
 from shardwise.checkpoint.storage.root import DamageError, Root
 
 
-def test_the_library_reads_our_files(tmp_path: Path) -> None:
+def test_the_library_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
     values = {
         "ä": np.arange(6, dtype=np.float32).reshape(2, 3),
         "one": np.float64(2.5).reshape(()),
@@ -34,9 +32,6 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
         found = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118  it is no mapping
     assert found == {name: v.tolist() for name, v in values.items()}
     assert [tensor.start for tensor in read_header(Root.of(path)).values()] == offsets
-
-
-def test_we_read_the_librarys_files(tmp_path: Path) -> None:
     values = {"a": np.arange(3, dtype=np.int64), "b": np.ones((2, 2), dtype=np.float16)}
     path = tmp_path / "x.safetensors"
     save_file(values, path)

@@ -14,17 +14,14 @@ def entry(*shape: int) -> TensorEntry:
     return TensorEntry(shape, "F32", ())
 
 
-def test_an_optimizer_state_is_named_and_may_lack_what_is_not_trained() -> None:
+def test_what_a_place_lacks_and_the_spelling_that_is_read_first() -> None:
     stored = {"transformer.wte.weight": entry(8, 3)}
     found = tensor_mismatches("PLACE", SHAPES, stored, needed=["transformer.h.2.ln_1.weight"], state="exp_avg")
     assert found == [
         "PLACE lacks the exp_avg of transformer.h.2.ln_1.weight [4]",
         "PLACE: shape of the exp_avg of transformer.wte.weight [8, 3] must be [8, 4]",
     ]
-
-
-def test_the_canonical_spelling_is_read_first() -> None:
-    """Of a place that has all that a model needs, without the prefix and with the tied head."""
+    # Of a place that has all that a model needs, without the prefix and with the tied head.
     bare = {name.removeprefix("transformer."): entry(*shape) for name, shape in SHAPES.items() if 0 not in shape}
     bare["lm_head.weight"] = bare["wte.weight"]
     sources, problems = find_sources("PLACE", "gpt", SHAPES, bare)

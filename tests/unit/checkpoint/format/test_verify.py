@@ -1,7 +1,5 @@
 """Verification: nothing is said of a sound checkpoint, and every damage is found."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path
@@ -12,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, Pieces, TensorEntry
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, Pieces, TensorEntry, tiling_problem
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
-from shardwise.checkpoint.format.verify import count_non_finite, tiling_problem, verify_checkpoint
+from shardwise.checkpoint.format.verify import count_non_finite, verify_checkpoint
 from shardwise.checkpoint.storage.root import DamageError, Root
 from tests.stored import bfloat16, float32, small_tensors, write_checkpoint
 
@@ -79,7 +77,7 @@ def test_every_problem_is_listed(copy: Path) -> None:
     assert "extra.safetensors holds weights that manifest.json does not list" in text
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_values_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = small_tensors()
     dtype, bits = tensors["model"]["layer.0.bias"]
     tensors["model"]["layer.0.bias"] = dtype, np.concatenate([bits[:4], np.array([0x7F80, 0xFF80, 0x7FC1], np.uint16)])
@@ -88,17 +86,13 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     assert report.problems == []
     assert report.non_finite == {"model/layer.0.bias": 3, "exp_avg/norm.weight": 1}
     assert not report.sound
-
-
-@pytest.mark.parametrize(("dtype", "numpy"), [("F16", np.float16), ("F32", np.float32), ("F64", np.float64)])
-def test_non_finite_by_bits(dtype: str, numpy: type) -> None:
-    info = np.finfo(numpy)
-    values = np.array([0, -0.0, info.max, info.min, info.tiny, info.smallest_subnormal, np.inf, -np.inf, np.nan], numpy)
-    assert count_non_finite(memoryview(values.tobytes()), dtype) == 3
-
-
-def test_a_value_across_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float64 tensor after an odd number of bytes: values lie across the ends of what is read at a time."""
+    for dtype, numpy in [("F16", np.float16), ("F32", np.float32), ("F64", np.float64)]:
+        info = np.finfo(numpy)
+        values = np.array(
+            [0, -0.0, info.max, info.min, info.tiny, info.smallest_subnormal, np.inf, -np.inf, np.nan], numpy
+        )
+        assert count_non_finite(memoryview(values.tobytes()), dtype) == 3
+    # A float64 tensor after an odd number of bytes: values lie across the ends of what is read at a time.
     monkeypatch.setattr("shardwise.checkpoint.format.verify.READ_BYTES", 1)
     bad = np.full(30_000, np.inf)
     tensors = {"model": {"a": ("U8", np.zeros(3, np.uint8)), "b": ("F64", bad)}}
@@ -118,7 +112,7 @@ def rewrite(folder: Path, changed: dict[tuple[str, str], tuple[PieceEntry, ...]]
     (folder / MANIFEST).write_text(Manifest(**(vars(manifest) | {"tensors": tensors})).to_json())
 
 
-def test_a_header_that_says_otherwise_is_found(copy: Path) -> None:
+def test_pieces_that_the_header_has_elsewhere_or_that_leave_a_gap_are_found(copy: Path) -> None:
     """The bytes are those of the checksums, the pieces tile, and other programs would read other tensors."""
     model = Manifest.read(Root.of(copy)).tensors["model"]
     (wide,), (norm,) = model["wide.weight"].pieces, model["norm.weight"].pieces
@@ -126,9 +120,6 @@ def test_a_header_that_says_otherwise_is_found(copy: Path) -> None:
     rewrite(copy, {("model", "norm.weight"): moved, ("model", "wide.weight"): ()})
     text = "\n".join(verify_checkpoint(Root.of(copy)).problems)
     assert "its header and manifest.json say different things about norm.weight" in text
-
-
-def test_a_gap_is_found(copy: Path) -> None:
     pieces = Manifest.read(Root.of(copy)).tensors["exp_avg"]["wide.weight"].pieces
     assert len(pieces) > 1
     rewrite(copy, {("exp_avg", "wide.weight"): list(pieces)[1:]})

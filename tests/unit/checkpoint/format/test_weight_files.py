@@ -57,21 +57,18 @@ def test_a_path_is_taken_as_it_is(here: Path) -> None:
         place_of_dataset(path, ("python", "tiny"))
 
 
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
+def test_an_index_is_checked(tmp_path: Path) -> None:
+    for weights, text in [
         (
             {"a": "model-1.safetensors", "b": "model-2.safetensors"},
             "lacks model-2.safetensors: its index says that they hold weights: copy them",
         ),
         ({"a": "../model-1.safetensors"}, "must name files of its own folder, and '../model-1.saf"),
-    ],
-)
-def test_an_index_is_checked(weights: dict[str, str], text: str, tmp_path: Path) -> None:
-    (tmp_path / "model-1.safetensors").write_bytes(b"")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    with pytest.raises(ConfigError, match=text):
-        check_weights(tmp_path)
+    ]:
+        (tmp_path / "model-1.safetensors").write_bytes(b"")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+        with pytest.raises(ConfigError, match=text):
+            check_weights(tmp_path)
 
 
 @pytest.mark.parametrize(

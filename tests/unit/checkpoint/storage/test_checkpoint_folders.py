@@ -1,7 +1,5 @@
 """A run's checkpoints: which are found, which are intact at a glance, which stay."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import uuid
@@ -14,20 +12,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
+from shardwise.checkpoint.storage import checkpoint_folders as folders
 from shardwise.checkpoint.storage import root as places
-from shardwise.checkpoint.storage.checkpoint_folders import (
-    StepFolder,
-    abandon_checkpoint,
-    abandoned_checkpoints,
-    list_checkpoints,
-    partial_name,
-    prune_checkpoints,
-    put_checkpoint_in_place,
-    removable_folders,
-    remove_checkpoint,
-    step_name,
-    summarize_checkpoints,
-)
+from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints, partial_name, removable_folders, step_name
 from shardwise.checkpoint.storage.root import Root, StoreError
 from tests.stored import bfloat16, write_checkpoint
 
@@ -52,17 +39,17 @@ def no_answer(folder: Root) -> Any:
     raise StoreError(f"{folder} cannot be read: no answer")
 
 
-def steps(found: Iterable[StepFolder]) -> list[int]:
+def steps(found: Iterable[folders.StepFolder]) -> list[int]:
     return [each.step for each in found]
 
 
 def remove_all_but(keep: int, root: Root) -> None:
     going, leftovers = removable_folders(root, keep)
     for folder in [*(each.folder for each in going), *leftovers]:
-        remove_checkpoint(folder)
+        folders.remove_checkpoint(folder)
 
 
-def test_newest_first_and_what_is_wrong(root: Root) -> None:
+def test_newest_first_and_what_is_wrong(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(list_checkpoints(root))
     assert steps(found) == [600, 500, 400, 300, 200, 100]
     problems = {each.step: each.problem for each in found if each.problem}
@@ -70,20 +57,14 @@ def test_newest_first_and_what_is_wrong(root: Root) -> None:
     assert "step-00000600 has no manifest.json: it was not completed" in str(problems[600])
     assert "model.safetensors is damaged: its length" in str(problems[300])
     assert not any(each.unreadable for each in found)
-
-
-def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / step_name(100)).rename(root / step_name(150))
+    problem = str(list(list_checkpoints(root))[-1].problem)
+    assert problem.endswith("is of step 100, and its folder of step 150")
     newer = (root / step_name(500) / MANIFEST).read().replace(b'"version":1', b'"version":2')
     (root / step_name(500) / MANIFEST).write(newer)
     assert {each.step for each in list_checkpoints(root) if each.unreadable} == {500}
     monkeypatch.setattr(Manifest, "read", no_answer)
     assert all(each.unreadable for each in list_checkpoints(root))
-
-
-def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
-    (root / step_name(100)).rename(root / step_name(150))
-    problem = str(list(list_checkpoints(root))[-1].problem)
-    assert problem.endswith("is of step 100, and its folder of step 150")
 
 
 def test_the_newest_intact_stay(root: Root) -> None:
@@ -115,9 +96,6 @@ def test_what_may_be_intact_stays(root: Root, monkeypatch: pytest.MonkeyPatch) -
     assert steps(removable_folders(root, 2)[0]) == [300]
 
 
-# ---- after a save
-
-
 def lengths(root: Root, *steps: int) -> dict[int, dict[str, int]]:
     """Of checkpoints as they were saved."""
     return {step: {each.path: each.bytes for each in Manifest.read(root / step_name(step)).files} for step in steps}
@@ -139,38 +117,32 @@ def test_after_a_save_no_manifest_is_read(
     saved = lengths(root, *mine)
     (root / step_name(200) / "note").write(b"what somebody adds does not matter")
     monkeypatch.setattr(Manifest, "read", None)
-    assert prune_checkpoints(root, saved, keep, every) == gone
+    assert folders.prune_checkpoints(root, saved, keep, every) == gone
     assert [step for step in range(600, 0, -100) if not (root / step_name(step)).exists()] == gone
     assert not (root / partial_name(200)).exists(), "the leftover of a killed save"
     assert (root / partial_name(700)).exists(), "perhaps a save under way"
 
 
-def test_after_a_save_what_is_not_complete_does_not_count(root: Root) -> None:
+def test_after_a_save_incomplete_ones_do_not_count(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = lengths(root, 500)
     (root / step_name(400) / MANIFEST).remove()
     (root / step_name(300) / MANIFEST).write(b"")
-    assert prune_checkpoints(root, saved, 2) == [400, 300, 100]
-
-
-def test_after_a_save_a_store_without_an_answer_removes_nothing(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folders.prune_checkpoints(root, saved, 2) == [400, 300, 100]
     saved, before = lengths(root, 500), root.names()
     monkeypatch.setattr(Root, "files", no_answer)
     with pytest.raises(StoreError, match="no answer"):
-        prune_checkpoints(root, saved, 2)
+        folders.prune_checkpoints(root, saved, 2)
     assert root.names() == before
 
 
 def test_setting_aside(root: Root) -> None:
-    assert abandon_checkpoint(root, 500).name == "step-00000500.abandoned-2"
-    assert abandon_checkpoint(root, 300, damaged=True).name == "step-00000300.damaged"
+    assert folders.abandon_checkpoint(root, 500).name == "step-00000500.abandoned-2"
+    assert folders.abandon_checkpoint(root, 300, damaged=True).name == "step-00000300.damaged"
     assert steps(list_checkpoints(root)) == [600, 400, 200, 100]
-    assert [each.name for each in abandoned_checkpoints(root)] == [
+    assert [each.name for each in folders.abandoned_checkpoints(root)] == [
         "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
     ]  # fmt: skip
     assert steps(removable_folders(root, 2)[0]) == [100], "what is set aside counts for keep"
-
-
-# ---- one in place of another
 
 
 class Killed(BaseException):
@@ -205,9 +177,7 @@ def ended_before(change: int, kind: str, action: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_crash_while_one_checkpoint_takes_the_place_of_another_loses_neither(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_during_a_replacement_loses_neither(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever it comes, one of the two is found, complete; what goes on from there gives it its name."""
     monkeypatch.setattr(places, "_OBJECT_STORES", {"memory"})
     seeds = []
@@ -217,11 +187,11 @@ def test_a_crash_while_one_checkpoint_takes_the_place_of_another_loses_neither(
         new = write_checkpoint(root / "new", 100, TENSORS, rng={"seed": 2})
         new.rename(root / partial_name(100))
         ended = ended_before(
-            change, kind, lambda root=root, old=old: put_checkpoint_in_place(root / partial_name(100), old)
+            change, kind, lambda root=root, old=old: folders.put_checkpoint_in_place(root / partial_name(100), old)
         )
-        (found,) = summarize_checkpoints(root)
+        (found,) = folders.summarize_checkpoints(root)
         if found.folder.name != old.name:
-            put_checkpoint_in_place(found.folder, old)
+            folders.put_checkpoint_in_place(found.folder, old)
         report = verify_checkpoint(old)
         assert report.sound, f"ended before change {change}: {report.problems}"
         seeds.append(Manifest.read(old).rng["seed"])
@@ -232,11 +202,11 @@ def test_a_crash_while_one_checkpoint_takes_the_place_of_another_loses_neither(
 
 
 def test_a_partial_folder_is_a_checkpoint_only_where_it_is_complete(root: Root) -> None:
-    assert steps(summarize_checkpoints(root)) == [600, 500, 400, 300, 200, 100], "700 has no manifest"
-    assert {each.step for each in summarize_checkpoints(root) if each.incomplete} == {600}
+    assert steps(folders.summarize_checkpoints(root)) == [600, 500, 400, 300, 200, 100], "700 has no manifest"
+    assert {each.step for each in folders.summarize_checkpoints(root) if each.incomplete} == {600}
     for step in (500, 600):
         write_checkpoint(root / "new", step, TENSORS).rename(root / partial_name(step))
-    partial = steps(each for each in summarize_checkpoints(root) if each.folder.name == partial_name(each.step))
+    partial = steps(each for each in folders.summarize_checkpoints(root) if each.folder.name == partial_name(each.step))
     assert partial == [600], "500 has a complete one of its own name"
 
 

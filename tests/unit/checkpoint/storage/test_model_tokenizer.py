@@ -51,22 +51,17 @@ def test_text_has_the_ids_of_the_loaded_model(tmp_path: Path, *, is_far: bool) -
     ids = tokenizer.encode("".join(f"{text}{tokenizer.end_of_document}" for text in NOTES)).tolist()
     assert data.count("train") + data.count("eval") == len(ids)
     assert data.beginning("train", 100) == ids[:100]
-    assert data.tokenizer_path is not None
     assert Tokenizer.load(data.tokenizer_path).digest == tokenizer.digest
     rows = dict(preview_data(config).rows)
     assert rows["tokenizer"] == f"{config.data.tokenizer}: 270 tokens, of model.vocab_size (512)"
 
 
-@pytest.mark.parametrize("data", [["data.dataset=chat"]])
-def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(
-    tmp_path: Path, data: list[str]
-) -> None:
+def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(tmp_path: Path) -> None:
     """Which has other bytes than that of the model, as `tokenizer_config.json` has another class."""
     here = folder(tmp_path / "model")
     (here / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>"}')
-    config = run_of(tmp_path, *data)
+    config = run_of(tmp_path, "data.dataset=chat")
     begun = prepare_data(with_loaded_tokenizer(config, Root.of(here)))
-    assert begun.tokenizer_path is not None
     saved = Path(shutil.copytree(begun.tokenizer_path, tmp_path / "step-00000001"))
     assert (saved / "tokenizer_config.json").read_bytes() != (here / "tokenizer_config.json").read_bytes()
     shutil.rmtree(here)

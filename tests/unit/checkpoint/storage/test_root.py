@@ -1,7 +1,5 @@
 """Places: the same operations on a disk and on another filesystem, and failures as sentences."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -48,7 +46,7 @@ def test_a_folder_and_its_files(root: Root) -> None:
     assert root.names() == ["a", "b"]
 
 
-def test_renames_and_removals(root: Root) -> None:
+def test_renames_removals_and_what_is_missing(root: Root) -> None:
     (root / ".new/inner").make()
     (root / ".new/inner/a").write(b"x")
     (root / ".new").rename(root / "final")
@@ -57,16 +55,13 @@ def test_renames_and_removals(root: Root) -> None:
     assert not (root / "final").exists()
     (root / "final").remove()
     assert root.names() == []
-
-
-def test_what_is_missing_is_told(root: Root) -> None:
     for action in ((root / "a").size, (root / "a").read):
         with pytest.raises(StoreError, match=r"runs/a cannot be read: ") as caught:
             action()
         assert caught.value.missing
 
 
-def test_removal_does_not_follow_links(tmp_path: Path) -> None:
+def test_a_removal_does_not_follow_links_and_a_pipe_is_no_file(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_text("stays")
@@ -78,10 +73,7 @@ def test_removal_does_not_follow_links(tmp_path: Path) -> None:
     assert folder.is_dir()
     Root.of(folder).remove()
     assert (kept / "file").read_text() == "stays"
-
-
-def test_a_pipe_is_no_file(tmp_path: Path) -> None:
-    """It would be waited for without end."""
+    # It would be waited for without end.
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StoreError, match="pipe cannot be read: it is no file"):
         Root.of(tmp_path / "pipe").size()
@@ -91,7 +83,7 @@ def full(_: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disks_and_what_is_complete_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
     file = (Root.of(tmp_path) / "a").open(3 * 2**20)
     file.write(b"x")
@@ -100,36 +92,7 @@ def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
         file.close()
     file.abandon()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a\0"])
-def test_no_name_leads_out_of_a_place(root: Root, name: str) -> None:
-    with pytest.raises(StoreError, match="runs cannot be left: "):
-        root / name
-
-
-def test_a_log_in_is_not_shown() -> None:
-    assert str(Root.of("memory://host/x?sig=5ecret&y=1")) == "memory://host/x?(redacted)"
-    assert str(Root.of("memory://me:word@host/x") / "y") == "memory://(redacted)@host/x/y"
-
-
-def test_a_scheme_that_nobody_knows() -> None:
-    with pytest.raises(ConfigError, match=r"nfs3://x must be a path, or a URL such as s3://bucket/folder"):
-        Root.of("nfs3://x")
-    for chained in ("simplecache::memory://x", "zip://x::memory://y.zip"):
-        with pytest.raises(ConfigError, match=r"must be a path, or a URL such as .*: it has two schemes"):
-            Root.of(chained)
-
-
-def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"].__dict__["_registry"], "s3", raising=False)
-    with pytest.raises(ConfigError, match=r"s3://bucket/x needs a package .* pip install 'shardwise\[s3\]'"):
-        Root.of("s3://bucket/x")
-
-
-def test_what_is_complete_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with all of its bytes once it is closed, a folder's names once it is synced."""
+    # A file with all of its bytes once it is closed, a folder's names once it is synced.
     flushed: dict[int, int] = {}
     monkeypatch.setattr(os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
     file = (Root.of(tmp_path) / "a").open()
@@ -140,7 +103,24 @@ def test_what_is_complete_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     assert tmp_path.stat().st_ino in flushed
 
 
-# ---- the first contact with a place
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a\0"])
+def test_no_name_leads_out_of_a_place(root: Root, name: str) -> None:
+    with pytest.raises(StoreError, match="runs cannot be left: "):
+        root / name
+
+
+def test_which_urls_are_taken_and_what_is_shown_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(Root.of("memory://host/x?sig=5ecret&y=1")) == "memory://host/x?(redacted)"
+    assert str(Root.of("memory://me:word@host/x") / "y") == "memory://(redacted)@host/x/y"
+    with pytest.raises(ConfigError, match=r"nfs3://x must be a path, or a URL such as s3://bucket/folder"):
+        Root.of("nfs3://x")
+    for chained in ("simplecache::memory://x", "zip://x::memory://y.zip"):
+        with pytest.raises(ConfigError, match=r"must be a path, or a URL such as .*: it has two schemes"):
+            Root.of(chained)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"].__dict__["_registry"], "s3", raising=False)
+    with pytest.raises(ConfigError, match=r"s3://bucket/x needs a package .* pip install 'shardwise\[s3\]'"):
+        Root.of("s3://bucket/x")
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(root: Root) -> None:

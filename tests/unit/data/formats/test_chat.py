@@ -167,6 +167,21 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
 
 
+def test_calls_of_tools_are_read_from_sharegpt(tmp_path: Path) -> None:
+    """As LLaMA-Factory has them: a call is the JSON text of a message from `function_call`."""
+    call = {"name": "weather", "arguments": {"city": "Ulm"}}
+    for text, count in ((json.dumps(call), 1), (json.dumps([call, call]), 2)):
+        senders = {"human": "Rain?", "function_call": text, "observation": "Rain.", "gpt": "Yes."}
+        row = {"conversations": [{"from": sender, "value": value} for sender, value in senders.items()]}
+        ((_, chat),) = conversations_of_file(Path(written(tmp_path / "a.jsonl", row)), "jsonl", "messages")
+        assert chat.messages == [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": call}] * count},
+            {"role": "tool", "content": "Rain."},
+            {"role": "assistant", "content": "Yes."},
+        ]
+
+
 def test_an_evaluation_set_of_chats_has_each_answer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     path = written(tmp_path / "chat.jsonl", *[{"messages": GOOD}] * 5)

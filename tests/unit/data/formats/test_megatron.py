@@ -1,5 +1,6 @@
 """From the data section to documents: formats, splits, blends, tokenizers, fingerprints, and what is refused."""
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.rows import part_bounds
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
+from tests.unit.data.reading.test_megatron import idx_bytes
 from tests.unit.data.small_runs import batches_of, config, refusals, saved_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
@@ -49,6 +51,24 @@ def test_splits_are_those_of_megatron() -> None:
         (3, (1, 0, 0), [0, 3, 3, 3]),
     ):
         assert part_bounds(documents, split) == bounds
+
+
+@pytest.mark.parametrize(("packing", "bytes_each"), [("cut", 12), ("best_fit", 0)])
+def test_a_document_takes_few_bytes_of_memory_and_no_object(packing: str, bytes_each: int, tmp_path: Path) -> None:
+    """The files are mapped: an epoch's order takes 4 bytes a document, and the places where they begin 8."""
+    kept = {}
+    for documents in (1000, 100_000):
+        bounds, starts = [*range(documents + 1)], [*range(0, 20 * documents, 20)]
+        (tmp_path / f"{documents}.idx").write_bytes(idx_bytes([10] * documents, starts, bounds))
+        np.zeros(10 * documents, dtype=np.uint16).tofile(tmp_path / f"{documents}.bin")
+        chosen = config(path=str(tmp_path / f"{documents}"), packing=packing)
+        batches_of(chosen, tmp_path / "cache").global_batch(0, 2)  # what is imported and prepared once
+        tracemalloc.start()
+        opened = batches_of(chosen, tmp_path / "cache")
+        opened.global_batch(0, 2)
+        kept[documents] = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert (kept[100_000] - kept[1000]) / 99_000 < bytes_each + 0.5
 
 
 def test_three_parts_and_their_evaluation(tmp_path: Path) -> None:

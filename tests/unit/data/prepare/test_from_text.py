@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError, RunError
-from shardwise.data.prepare import disk_room, tokenizing
+from shardwise.data.prepare import tokenizing
 from shardwise.data.prepare.from_text import _TextConversion
 from shardwise.data.prepare.output import PreparedOutput
 from shardwise.data.prepare.tokenizing import TokenizingWorkers
 from shardwise.data.reading.data_manifest import read_manifest, write_manifest
 from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.os_errors import raises
@@ -47,7 +48,11 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, True), (False, False)])
-def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, prepend_bos: bool) -> None:
+def test_megatron_files_are_those_of_a_writer(
+    folder: Folder, append_eod: bool, prepend_bos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents are cut into several texts each, and some of them lie in two batches."""
+    monkeypatch.setattr(encoding, "_LONGEST", 100)
     folder.run(folder.job("made", append_eod=append_eod, prepend_bos=prepend_bos))
     tokenizer = folder.tokenizer
     begin = [tokenizer.token_id("[CLS]")] * prepend_bos
@@ -188,7 +193,7 @@ def test_what_was_not_prepared_here_is_never_removed(folder: Folder, name: str) 
 
 def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
-    monkeypatch.setattr(disk_room, "_LEAST", 0)
+    monkeypatch.setattr("shardwise.data.prepare.output._LEAST", 0)
     json_lines(folder.at / "small.jsonl", folder.documents[:5])
     folder.run(folder.job("small", "small.jsonl"))
     with pytest.raises(DataError, match=r"\(9\.8 KiB free\) must have about .* KiB free: make room"):

@@ -178,6 +178,8 @@ NO_TEXT = {
     "a.txt": (b"%PDF-1.7\n", "a PDF document"),
     "a.bz2": (bz2.compress(b"<mediawiki>"), "XML or HTML"),
     "index": (b"\n<!DOCTYPE HTML>", "XML or HTML"),
+    "wiki_00": (b'<doc id="12" url="https://w.org?curid=12" title="Anarchism">\nAnarchism\n', "XML or HTML"),
+    "a.wet.gz": (gzipped(b"WARC/1.0\r\nWARC-Type: warcinfo\r\n"), "an archive of web pages (WARC, or WET of Common Cr"),
     "twice.gz": (gzipped(gzipped(LINES)), "binary data"),
 }
 

@@ -36,9 +36,7 @@ def stored(cache: GraphCache, work: Path, **changed: Any) -> Path:
 
 
 def entry_of(cache: GraphCache, **changed: Any) -> CachedGraph:
-    found = cache.find(facts(**changed))
-    assert found is not None
-    return found
+    return cache.find(facts(**changed))
 
 
 def test_what_is_stored_is_found_by_its_facts_and_unpacked(cache: GraphCache, work: Path) -> None:
@@ -47,7 +45,6 @@ def test_what_is_stored_is_found_by_its_facts_and_unpacked(cache: GraphCache, wo
     entry = entry_of(cache)
     assert entry.facts == facts()
     archive = cache.read(entry)
-    assert archive is not None
     assert archive.read("ab/code.so") == CODE
     assert cache.find(facts(threads=2)) is None
 
@@ -77,16 +74,13 @@ def test_the_graphs_that_were_used_longest_ago_are_removed(cache: GraphCache, wo
     assert sorted(entry.facts["threads"] for entry in cache.entries()) == [0, 2]
 
 
-def test_an_export_is_taken_in_elsewhere(cache: GraphCache, tmp_path: Path, work: Path) -> None:
+def test_an_export_is_taken_in_elsewhere_and_another_file_is_not(cache: GraphCache, tmp_path: Path, work: Path) -> None:
     there = GraphCache(tmp_path / "there")
     stored(cache, work)
     stored(cache, work, threads=2)
     assert len(cache.export(tmp_path / "all.graphs")) == 2
     assert len(there.take_in(tmp_path / "all.graphs")) == 2
     assert there.read(entry_of(there, threads=2)) is not None
-
-
-def test_another_file_is_not_taken_in(cache: GraphCache, tmp_path: Path, work: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         cache.take_in(tmp_path / "none")
     with zipfile.ZipFile(tmp_path / "empty", "w"):
@@ -100,18 +94,13 @@ def test_another_file_is_not_taken_in(cache: GraphCache, tmp_path: Path, work: P
     exported.write_bytes(content[:100] + b"????" + content[104:])
     with pytest.raises(ConfigError, match="cannot be read as one"):
         cache.take_in(exported)
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, work: Path) -> None:
     (tmp_path / "file").touch()
     text = r"compile\.cache_dir \(.*file\) cannot be written: .*; set it to another folder"
     with pytest.raises(ConfigError, match=text):
         stored(GraphCache(tmp_path / "file"), work)
 
 
-def test_fault_16_programs_that_any_user_may_have_written_are_not_used(
-    cache: GraphCache, tmp_path: Path, work: Path
-) -> None:
+def test_fault_16_programs_that_any_user_may_write_are_not_used(cache: GraphCache, tmp_path: Path, work: Path) -> None:
     path = stored(cache, work)
     assert path.stat().st_mode & 0o002 == 0
     path.chmod(0o666)

@@ -56,24 +56,14 @@ def test_runs_that_do_not(override: str, keys: set[str]) -> None:
     assert differing(facts(), facts(override)) == keys
 
 
-def test_an_evaluation_recomputes_nothing_and_drops_nothing() -> None:
+def test_what_beside_keys_decides_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts("train.recompute=full", "train.dropout_mode=invariant", training=False) == facts(training=False)
-
-
-def test_threads_sources_and_the_processor_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code is compiled for the very processor, and calls other matmuls on those that are not Intel's."""
-    before = facts()
-    assert json.loads(json.dumps(before)) == before
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 77)
-        patch.setattr("shardwise.train.compile.graph_facts._SOURCES", ("models/llama.py",))
-        assert differing(before, facts()) == {"threads", "code"}
-    monkeypatch.setattr("shardwise.distributed.devices.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
-    monkeypatch.setattr("shardwise.train.compile.graph_facts._compiler", lambda: "without AVX512")
-    assert differing(before, facts()) == {"matmuls", "compiler and processor"}
-
-
-def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A folder that was renamed would leave the cached graphs of its former code in use.
+    root = Path(shardwise.__file__).parent
+    for pattern in _SOURCES:
+        assert list(root.glob(pattern)), pattern
+    files = {path for pattern in _SOURCES for path in root.glob(pattern)}
+    assert root / "config/decoders.py" in files, "a factor on the scores of attention is a number in a graph"
     (tmp_path / "owned").mkdir()
     (tmp_path / "owned/__init__.py").touch()
     (tmp_path / "owned/parts.py").write_text("WIDTH = 8\n")
@@ -83,12 +73,13 @@ def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.
     assert {path.name for path in _user_sources(model)} == {"__init__.py", "parts.py", "model.py"}
     for name in ("owned", "owned.parts", "owned.model"):
         del sys.modules[name]
-
-
-def test_the_sources_of_a_graph_exist() -> None:
-    """A folder that was renamed would leave the cached graphs of its former code in use."""
-    root = Path(shardwise.__file__).parent
-    for pattern in _SOURCES:
-        assert list(root.glob(pattern)), pattern
-    files = {path for pattern in _SOURCES for path in root.glob(pattern)}
-    assert root / "config/decoders.py" in files, "a factor on the scores of attention is a number in a graph"
+    # Code is compiled for the very processor, and calls other matmuls on those that are not Intel's.
+    before = facts()
+    assert json.loads(json.dumps(before)) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        patch.setattr("shardwise.train.compile.graph_facts._SOURCES", ("models/llama.py",))
+        assert differing(before, facts()) == {"threads", "code"}
+    monkeypatch.setattr("shardwise.distributed.devices.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
+    monkeypatch.setattr("shardwise.train.compile.graph_facts._compiler", lambda: "without AVX512")
+    assert differing(before, facts()) == {"matmuls", "compiler and processor"}

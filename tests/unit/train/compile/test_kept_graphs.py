@@ -1,6 +1,4 @@
-"""What a run tells of graphs that its cache lacks or cannot keep. On several ranks: tests/dist/test_kept_graphs.py."""
-
-from __future__ import annotations
+"""What a run tells of graphs that its cache lacks or cannot keep (on ranks: tests/dist/test_compiled_training.py)."""
 
 import os
 import subprocess

@@ -15,7 +15,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.root import Root
-from shardwise_use.importing.hugging_face import ImportedModel, write_imported_checkpoint
+from shardwise_use.importing.imported_model import ImportedModel, write_imported_checkpoint
 from tests.hugging_face import open_folder
 
 

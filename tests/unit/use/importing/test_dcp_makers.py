@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shardwise.checkpoint.storage.root import Root
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, write_imported_checkpoint
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress, write_imported_checkpoint
 from shardwise_use.importing.olmo_core import _schedule, open_olmo_core
 from shardwise_use.importing.torch_dcp import DcpFolder
 from shardwise_use.importing.torchtitan import open_torchtitan

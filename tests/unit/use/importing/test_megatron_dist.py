@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress
 from shardwise_use.importing.megatron import open_megatron
 from shardwise_use.importing.megatron_dist import _points
 from tests.command_line import CommandLine

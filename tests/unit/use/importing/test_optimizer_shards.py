@@ -16,7 +16,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.cli import import_
-from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
+from shardwise_use.importing.imported_model import ImportedModel, ImportedProgress
 from shardwise_use.importing.nemo import open_nemo
 from shardwise_use.importing.neuronx import open_neuronx
 from tests.hugging_face import VOCABULARY, make, save

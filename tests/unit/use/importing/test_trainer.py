@@ -15,8 +15,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ImportedModel, open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import open_hugging_face
 from shardwise_use.importing.hugging_face_trainer import _curve_points, with_trainer_progress
+from shardwise_use.importing.imported_model import ImportedModel, write_imported_checkpoint
 from tests.dist.checkpoints import make_trainer, run
 from tests.dist.training import make_config
 from tests.hugging_face import CASES, described, make
