@@ -132,7 +132,8 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
 def test_no_key_of_an_object_store_leads_out_of_the_folder(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["a.txt", "sub/", "../../x.txt", "/abs/path.txt", "b/..", "c\0.txt"]
     infos = {f"bucket/data/{key}": {"type": "file", "size": 0 if key[-1] == "/" else 2} for key in keys}
-    store = SimpleNamespace(info=lambda _: {"type": "directory"}, find=lambda *_, **__: infos, glob=lambda _: infos)
+    found = lambda *_, **__: infos  # noqa: E731
+    store = SimpleNamespace(info=lambda _: {"type": "directory"}, find=found, glob=found)
     root = Root("bucket/data" + pattern.removeprefix("s3://bucket/data"), pattern, "s3", store)
     monkeypatch.setattr(Root, "of", staticmethod(lambda url, anonymous: root))
     with pytest.raises(ConfigError) as caught:

@@ -21,7 +21,8 @@ from shardwise.base.errors import DataError
 from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens import ranked_vocabularies
 from shardwise.data.tokens import tokenizer as tokenizer_module
-from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, open_user_tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer_files import END_OF_DOCUMENT
 from tests.unit.data.small_runs import config
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
