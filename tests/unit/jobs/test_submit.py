@@ -74,7 +74,7 @@ def test_pipelines_on_chips_of_aws_and_resumes_are_told(cli: CommandLine) -> Non
 
 def test_a_dry_run_warns_of_the_disk_of_this_machine(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """The job may run elsewhere: its script is printed. To submit it from here is refused."""
-    monkeypatch.setattr("shardwise.runs.folder.free_bytes", lambda _path: 1000)
+    monkeypatch.setattr("shardwise.base.files.free_bytes", lambda _path: 1000)
     out = dry(cli)
     assert re.search(r"^warning +on this machine: the free disk space under \S+ \(1000 B\) must be at least", out, re.M)
     assert "#SBATCH --nodes=2" in out
