@@ -95,7 +95,7 @@ Next: [configuration](configuration.md), for what the recipe decides; [several m
 _OTHER_NAMES = {
     "AF_UNIX", "ALL_F32", "BLOCK_SIZE", "BUILT_IN_TEXTS", "CHAT_KEYS", "DCP_SHARDING_INFO", "DTYPE_BYTES", "F8_E4M3",
     "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "JOB_ID", "MOSTLY_BF16", "MOSTLY_F16", "NVML_NVLINK_MAX_LINKS",
-    "RESTART_COUNT", "SC_PAGE_SIZE", "SC_PHYS_PAGES", "STEP_ID", "UNSAFE_CODE",
+    "PLAIN_MODULE", "RESTART_COUNT", "SC_PAGE_SIZE", "SC_PHYS_PAGES", "STEP_ID", "UNSAFE_CODE",
 }  # fmt: skip
 """Texts of the code that look like variables: formats, names of other libraries, ends of names."""
 _EXAMPLES = {"NCCL_DEBUG"}

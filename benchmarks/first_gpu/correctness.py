@@ -21,7 +21,7 @@ RANKS = (
     "tests/dist/test_cells.py",
     "tests/dist/test_experts.py",
     "tests/dist/test_bits.py",
-    "tests/dist/test_document_ends.py",
+    "tests/dist/test_families.py",
     "tests/dist/test_families.py",
 )
 """What has run on no GPU yet comes first."""

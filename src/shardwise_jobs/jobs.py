@@ -43,8 +43,7 @@ class JobState:
 def job_states(runs: Path, timeout: float = slurm_commands.TIMEOUT) -> list[JobState]:
     """Return the user's jobs that wait or run, and those of the runs in a folder that have ended, newest last.
 
-    Raises:
-        RunError: SLURM does not answer a question within `timeout` seconds.
+    RunError: SLURM does not answer a question within `timeout` seconds.
     """
     present = {job.id: job for job in slurm_commands.jobs(timeout=timeout) if job.run is not None}
     run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
@@ -101,9 +100,7 @@ def job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[
     if not total:
         return []
     launch = sum(ending.until_joined or ending.seconds for ending in endings)
-    start = sum(
-        (ending.until_training or ending.seconds) - (ending.until_joined or ending.seconds) for ending in endings
-    )
+    start = sum(ending.until_training or ending.seconds for ending in endings) - launch
     trained = [ending for ending in endings if ending.until_training is not None]
     lost_steps = 0
     lost = 0.0

@@ -212,14 +212,7 @@ _LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control character
 
 
 def in_one_line(name: str, text: str) -> str:
-    """Return a text without control characters, for a line of a job's script.
-
-    Args:
-        name: the user's name of the text, for the message.
-
-    Raises:
-        ConfigError: the text has some.
-    """
+    """Return a text for a line of a script; ConfigError, by the user's name of it: it has control characters."""
     if _LINE_ENDS.search(text):
         raise ConfigError(f"{name} ({text!r}) must be without line breaks and other control characters: rename it")
     return text
@@ -228,8 +221,7 @@ def in_one_line(name: str, text: str) -> str:
 def operand(name: str, text: str) -> str:
     """Return a text that a program of a job's script cannot take for an option.
 
-    Raises:
-        ConfigError: the text is empty, begins with a hyphen, or has spaces or control characters.
+    ConfigError: the text is empty, begins with a hyphen, or has spaces or control characters.
     """
     if not text or text.startswith("-") or any(c.isspace() for c in in_one_line(name, text)):
         raise ConfigError(f"{name} ({text!r}) must be one word that does not begin with a hyphen")

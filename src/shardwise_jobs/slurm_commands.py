@@ -71,8 +71,7 @@ def _own_words(said: str) -> str:
 def jobs(*, user: bool = True, ids: Sequence[str] = (), timeout: float = TIMEOUT) -> list[SlurmJob]:
     """Return the jobs that wait or run: this user's, or those with given numbers. SLURM forgets a job that has ended.
 
-    Raises:
-        RunError: SLURM does not answer within `timeout` seconds.
+    RunError: SLURM does not answer within `timeout` seconds.
     """
     choice = ["--me"] if user else [f"--jobs={','.join(ids)}"]
     done = _run(["squeue", *choice, "--noheader", f"--format={'|'.join(_FIELDS)}"], timeout=timeout)

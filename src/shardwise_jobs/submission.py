@@ -17,10 +17,9 @@ from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
 from shardwise.estimates.memory import RESERVED, expected_memory, neediest_rank, node_memory_of_copies
-from shardwise.estimates.memory_choice import fitted_to_memory
+from shardwise.estimates.memory_choice import fitted_to_memory, too_large_text
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
-from shardwise.train.memory_remedies import too_large_text
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
 
@@ -75,8 +74,7 @@ def check_node_counts(
 ) -> tuple[Layout, list[str]]:
     """Check the numbers of nodes of a job before it is submitted; returns the layout on the most nodes, and notes.
 
-    Raises:
-        ConfigError: the layout fills no number of the nodes, or none up to the fewest.
+    ConfigError: the layout fills no number of the nodes, or none up to the fewest.
     """
     fewest, most = nodes
     refused: dict[int, ConfigError] = {}
@@ -177,9 +175,8 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
     """Refuse a job's layout that needs more memory than the device that `gres` names has, by a ConfigError."""
     device = _device_memory(gres)
     if device is not None:
-        config = fitted_to_memory(
-            config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})"
-        )
+        usable = device * (1 - RESERVED)
+        config = fitted_to_memory(config, layout, usable, accelerator=True, device=f"launch.gres ({gres})")
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
         raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))
@@ -246,8 +243,7 @@ def _cluster_notes() -> list[str]:
 def ssh_command(host: str, arguments: Sequence[str], directory: Path) -> list[str]:
     """Return the command that submits from another machine: the same one there, in the same folder.
 
-    Raises:
-        ConfigError: the host, or the user before its `@`, would be an option of ssh.
+    ConfigError: the host, or the user before its `@`, would be an option of ssh.
     """
     for part in host.split("@"):
         operand("--ssh", part)

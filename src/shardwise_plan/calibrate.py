@@ -22,10 +22,8 @@ _CPU_RANKS = 2
 def calibrate(target: Path) -> list[tuple[str, str]]:
     """Measure this machine, and write the planner's device file of it to `target`; return the figures in short lines.
 
-    It takes about a minute where nothing else runs.
-
-    Raises:
-        ConfigError: the file cannot be written, or ranks cannot be started here.
+    It takes about a minute where nothing else runs. ConfigError: the file cannot be written, or ranks cannot be started
+    here.
     """
     require_device_suffix(target, "-o")
     # Only making the file tells for sure, before the minute of work, that it can be made. A calibration that fails

@@ -135,18 +135,16 @@ def _coordinate_search(start: DeviceConstants, badness: Callable[[DeviceConstant
     return best
 
 
-def _mean(
-    size: Callable[[float], float], measurements: Measurements, device: Device, constants: DeviceConstants
-) -> float:
+def _mean(size: Callable[[float], float], measurements: Measurements, device: Device, c: DeviceConstants) -> float:
     """Return the mean size of log(predicted / measured) of miniatures, which count more, and of matrix products."""
     cluster = Cluster(device, 1, measurements.ranks)
     logs = []
     for config, measured in zip(calibration_trainings(measurements.ranks), measurements.steps, strict=True):
-        time = step_time(config, check_layout(config, measurements.ranks), cluster, constants=constants)
+        time = step_time(config, check_layout(config, measurements.ranks), cluster, constants=c)
         assert time is not None
         logs.append((float(_STEPS_WEIGHT), math.log(time.total / measured)))
     for (m, n, k), measured in zip(measurements.shapes, measurements.products["float32"], strict=True):
-        seconds = device_seconds.matmul(device, constants, device.float32, m, n, k)
+        seconds = device_seconds.matmul(device, c, device.float32, m, n, k)
         logs.append((1 / len(measurements.shapes), math.log((seconds + measurements.launch) / measured)))
     return sum(weight * size(log) for weight, log in logs) / sum(weight for weight, _ in logs)
 

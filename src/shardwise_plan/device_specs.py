@@ -199,8 +199,7 @@ class Device:
     def matmul_peak(self, dtype: DtypeName, matmul: Matmul | None, *, block_scales: bool = False) -> float:
         """Return the FLOP/s of which products of weights reach `matmul_share`.
 
-        Raises:
-            ConfigError: the products are in fp8, and the device has none.
+        ConfigError: the products are in fp8, and the device has none.
         """
         if matmul is None:
             return self.peak(dtype)
@@ -271,8 +270,7 @@ def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
 def load_device(name: str) -> Device:
     """The planner's device of that name, or of that YAML file.
 
-    Raises:
-        ConfigError: there is no such device or file, or the file is wrong.
+    ConfigError: there is no such device or file, or the file is wrong.
     """
     path = Path(name)
     if path.suffix in _SUFFIXES:
@@ -312,8 +310,7 @@ def _shipped(key: str) -> Device:
 def parse_device(device_key: str, text: str, where: str) -> Device:
     """Return the device that a YAML text describes; `where` names the text in errors.
 
-    Raises:
-        ConfigError: it is no YAML; or with every figure that is missing, unknown or impossible.
+    ConfigError: it is no YAML; or with every figure that is missing, unknown or impossible.
     """
     flat = _with_base(_flat(text, where), device_key, where)
     has_network = any(key in flat for key in _NETWORK)

@@ -148,9 +148,6 @@ def layout_choices(
     Tensor parallelism stays within a node, unless the recipe's own degree is larger.
 
     Args:
-        config: the recipe's configuration.
-        world: number of devices.
-        per_node: devices of a node.
         fixed: keys that keep the recipe's values.
         refused: numbers of layouts that a rule forbids, by the key of the rule; they are added to it.
         looked: is told 1 for each of `number_of_choices`.

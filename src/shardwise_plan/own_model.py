@@ -13,10 +13,8 @@ from shardwise.models.own_shapes import own_shapes
 def own_model_stand_in(config: Config, fixed: set[str]) -> tuple[Config, str]:
     """The configuration to plan with a family's model in place of the user's own, and what was counted of that one.
 
-    Keys that its class does not take are put into `fixed`.
-
-    Raises:
-        ConfigError: the class cannot be built, or its forward reads values of its input.
+    Keys that its class does not take are put into `fixed`. ConfigError: the class cannot be built, or its forward reads
+    values of its input.
     """
     check_user_code(config)
     shapes = own_shapes(config, accelerator=True)

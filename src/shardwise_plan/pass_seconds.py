@@ -296,12 +296,9 @@ def _rounding_bytes(s: BlockShape, program: ProgramTraits) -> tuple[int, int]:
 def _recomputed(
     s: BlockShape, device: Device, program: ProgramTraits, forward: _PartSeconds, cheap: float, last_product: float
 ) -> _PartSeconds:
-    """Return the seconds of what is computed again.
+    """Return the seconds of what is computed again of a forward pass.
 
-    Args:
-        forward: seconds of the forward pass.
-        cheap: seconds of norms, activation and rotated q and k, without the host's time.
-        last_product: seconds of the last product of the forward pass.
+    `cheap`: seconds of norms, activation and rotated q and k, without the host's; `last_product`: of its last product.
     """
     if s.recompute == "full":
         # On a CPU the functions that recompute calls for each saved tensor take about as long as the operators' starts.

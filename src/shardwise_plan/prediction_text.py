@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.base import units
 from shardwise.config import Config, Layout, tokens_of_run
 from shardwise.estimates.memory import RESERVED
-from shardwise.train.memory_remedies import too_large_text
+from shardwise.estimates.memory_choice import too_large_text
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster, pipeline_warnings
 from shardwise_plan.plan import Plan, predict_layout

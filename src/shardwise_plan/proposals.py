@@ -21,8 +21,7 @@ _FREED_PARTS = 1.1
 def objective_value(plan: Plan, objective: Objective) -> float:
     """Return what a plan needs of the objective, the less the better.
 
-    Raises:
-        ConfigError: the device has no price, or its power is unknown.
+    ConfigError: the device has no price, or its power is unknown.
     """
     device = plan.cluster.device
     if objective == "time":

@@ -109,9 +109,6 @@ def step_time(
     """Predict the time of one step. None for a model of your own.
 
     Args:
-        config: the whole configuration.
-        layout: degrees of parallelism.
-        cluster: devices that it runs on.
         program: traits of the program that trains; None: this package.
         constants: constants of the device; None: those that were measured on it, else those that were fitted.
     """
@@ -219,8 +216,8 @@ def stage_works(
     """Predict the work of each stage, in the order of the model."""
     model = config.known_shapes
     shape = BlockShape.of(config, layout, cluster, program)
-    arguments = cluster.device, constants, program
-    embedding, head = pass_seconds.embedding_seconds(shape, *arguments), pass_seconds.head_seconds(shape, *arguments)
+    inputs = cluster.device, constants, program
+    embedding, head = pass_seconds.embedding_seconds(shape, *inputs), pass_seconds.head_seconds(shape, *inputs)
     action = constants.action if layout.pipeline > 1 else 0.0
     works: list[_StageWork] = []
     alike: dict[tuple[object, ...], _StageWork] = {}
@@ -228,9 +225,7 @@ def stage_works(
         kinds = count_blocks(model, stage.layers)
         key = (stage.is_first, stage.is_last, kinds)
         if key not in alike:
-            blocks = [
-                (pass_seconds.block_seconds(replace(shape, routing=routing), *arguments), n) for routing, n in kinds
-            ]
+            blocks = [(pass_seconds.block_seconds(replace(shape, routing=routing), *inputs), n) for routing, n in kinds]
             block = blocks[0][0] if len(blocks) == 1 else pass_seconds.mean_pass_seconds(blocks)
             ends = (*(embedding,) * stage.is_first, *(head,) * stage.is_last)
             layers = len(stage.layers)
@@ -424,12 +419,8 @@ class _StepInputs:
     def _collective(self, sizes: Mapping[int, float], *, cut: bool = True, reduces_all: bool = False) -> float:
         """Return the seconds of collectives of so many bytes of each part, over its shards or over its copies."""
         ranks = self._shard_group if cut else self._copies_group
-        return sum(
-            device_seconds.collective(
-                self.cluster.device, self.constants, ranks(divided), size, reduces_all=reduces_all
-            )
-            for divided, size in sizes.items()
-        )
+        seconds = partial(device_seconds.collective, self.cluster.device, self.constants, reduces_all=reduces_all)
+        return sum(seconds(ranks(divided), size) for divided, size in sizes.items())
 
     @property
     def _pass_seconds(self) -> StageTimes:

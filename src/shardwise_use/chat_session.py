@@ -29,20 +29,15 @@ _LONGEST_WAIT = 20.0
 
 @dataclass
 class ChatTranscript:
-    """The messages of a conversation, as the text that a model reads; each turn adds to its end.
-
-    Attributes:
-        template: form of a conversation; None: a turn is the beginning of a new text, and an empty turn continues the
-            last one.
-        max_tokens: tokens of an answer at most; the transcript leaves room for them.
-        messages: messages so far, or one with all of the text if there is no template.
-    """
+    """The messages of a conversation, as the text that a model reads; each turn adds to its end."""
 
     tokenizer: Tokenizer
+    # Form of a conversation; None: a turn is the beginning of a new text, and an empty turn continues the last one.
     template: ChatTemplate | None
     window: int
-    max_tokens: int
+    max_tokens: int  # tokens of an answer at most; the transcript leaves room for them
     system: str | None = None
+    # Messages so far, or one with all of the text if there is no template.
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, role: str, content: str) -> None:

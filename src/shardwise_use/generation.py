@@ -160,9 +160,7 @@ def _common_length(known: list[int], tokens: list[int]) -> int:
     # The usual case: one text continues the other.
     if tokens[: len(known)] == known:
         return len(known)
-    return next(
-        (place for place, pair in enumerate(zip(known, tokens, strict=False)) if pair[0] != pair[1]), len(tokens)
-    )
+    return next((place for place, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b), len(tokens))
 
 
 class _Uncached:

@@ -87,8 +87,7 @@ class GGUFExport:
     def write(self, path: Path) -> tuple[str, ...]:
         """Write the file, which appears complete or not at all; returns sentences for the user about it.
 
-        Raises:
-            ConfigError: it exists. RunError: out of space, or the like. What reading the weights raises.
+        ConfigError: it exists. RunError: out of space, or the like. What reading the weights raises.
         """
         if path.exists():
             raise ConfigError(f"{path} exists already: choose another name, or remove it")
@@ -151,9 +150,8 @@ class GGUFExport:
                 numbered.setdefault(name, {})[number] = tensors[name]
         for name, parts in numbered.items():
             ordered = [parts[number] for number in sorted(parts)]
-            tensors[name] = replace(
-                ordered[0], shape=(len(parts), *ordered[0].shape), read=partial(_one_by_one, ordered)
-            )
+            shape = (len(parts), *ordered[0].shape)
+            tensors[name] = replace(ordered[0], shape=shape, read=partial(_one_by_one, ordered))
         if self.architecture in _NEEDS_HEAD and "output.weight" not in tensors:
             tensors["output.weight"] = replace(tensors["token_embd.weight"], name="output.weight")
         if (factors := self._rotary[0]) is not None:

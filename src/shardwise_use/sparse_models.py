@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError
@@ -36,8 +35,6 @@ MEGATRON_MODULES = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), ("router
 MEGATRON_STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\.)?)([a-z].*)")
 """Its names of tensors that are stacked: what stands before a number, and behind it."""
 _MEGATRON_BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
-_DIVIDED_FILES = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")
-"""Names of the files of a model with experts, of Megatron-LM and of neuronx-distributed."""
 TORCHTITAN_NAMES = {"mlp.gate": "moe.router.gate"} | {
     f"mlp.experts.{name}_proj": f"moe.routed_experts.inner_experts.{stacked}"
     for name, stacked in (("gate", "w1_EFD"), ("down", "w2_EDF"), ("up", "w3_EFD"))
@@ -50,12 +47,6 @@ def split_sparse_name(name: str) -> tuple[str, int | None]:
     """For another program's files, a canonical name without the number of its expert, and this number or None."""
     match = _NUMBERED.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
-
-
-def refuse_divided_sparse_model(folder: Path, file: str) -> None:
-    """Raise ConfigError for an imported file of ranks that divide experts among them."""
-    if _DIVIDED_FILES.fullmatch(file):
-        raise ConfigError(f"{folder} is of a model with experts ({file}): save it again as torch_dist")
 
 
 # ---- the Trainer of transformers

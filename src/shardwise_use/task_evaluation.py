@@ -130,7 +130,6 @@ def evaluate_tasks(
     """Score a model without dropout (`eval`) on `evaluation.tasks`. Collective.
 
     Args:
-        model: the whole model or this rank's stages.
         in_step: True if all replicas of the model must make the same passes (`TaskModel`).
         bootstraps: resamples for the standard errors of metrics that have no formula for it; 0: no standard errors.
 

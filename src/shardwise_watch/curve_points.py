@@ -22,8 +22,7 @@ Points = Mapping[float, float]
 def require_curve_options(x: object, smoothing: object, scale: str | None, names: Mapping[str, str]) -> None:
     """Refuse an axis, a smoothing or a logarithmic scale of drawn curves that there is not.
 
-    Args:
-        names: what the caller's user calls `x`, `smoothing` and `scale`.
+    `names`: what the caller's user calls `x`, `smoothing` and `scale`.
     """
     if x not in AXES:
         near = nearest_name(str(x), AXES, cutoff=0.5)

@@ -92,8 +92,7 @@ class RunCollector:
 def serve(run: RunView, port: int, host: str) -> None:
     """Answer scrapes at http://`host`:`port`/metrics from now on, in threads that end with the process.
 
-    Raises:
-        ConfigError: the port cannot be listened at.
+    ConfigError: the port cannot be listened at.
     """
     registry = CollectorRegistry()
     registry.register(RunCollector(run))

@@ -104,11 +104,7 @@ def with_relative_work(views: Sequence[RankView]) -> list[RankView]:
 
 
 def node_views(views: Sequence[RankView], starts: Mapping[int, Mapping[str, Any]]) -> list[NodeView]:
-    """Group the views of ranks by their machines.
-
-    Args:
-        starts: last "start" line of each rank.
-    """
+    """Group the views of ranks by their machines; `starts`: last "start" line of each rank."""
     hosts: dict[str, list[RankView]] = {}
     for view in views:
         hosts.setdefault(view.host, []).append(view)

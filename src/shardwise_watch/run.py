@@ -403,8 +403,7 @@ class RunView:
 def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     """Open the run in a folder to watch it; without a `path` the newest one of `runs`.
 
-    Raises:
-        ConfigError: the folder holds no run, it cannot be read, or a newer shardwise wrote it.
+    ConfigError: the folder holds no run, it cannot be read, or a newer shardwise wrote it.
     """
     chosen = path or RUNS / "latest"
     if RunDirectory(chosen).holds_run:
@@ -432,8 +431,7 @@ def unsubmitted_job(folder: Path) -> str | None:
 def run_folders(root: Path = RUNS) -> list[Path]:
     """Return the folders of the runs to watch in a folder, in the order of their names; unreadable ones are among them.
 
-    Raises:
-        ConfigError: `root` cannot be read.
+    ConfigError: `root` cannot be read.
     """
     try:
         paths = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
@@ -472,8 +470,7 @@ class UnreadableRun:
 def runs_at(folder: str) -> list[RunView | UnreadableRun]:
     """Read the runs in a folder to list them, the one that wrote last first; of a run's own folder, that run.
 
-    Raises:
-        ConfigError: the folder cannot be read, or there is none; the default one may be missing.
+    ConfigError: the folder cannot be read, or there is none; the default one may be missing.
     """
     root = Path(folder)
     if root != RUNS and not root.is_dir():
@@ -492,8 +489,7 @@ def _run_at(path: Path) -> RunView | UnreadableRun:
 def branches_of(run: RunView) -> list[RunView]:
     """Read the branches of a watched run whose folders lie beside its own, in the order of their first steps.
 
-    Raises:
-        ConfigError: one of them cannot be read.
+    ConfigError: one of them cannot be read.
     """
     branches = []
     for path in run_folders(run.path.resolve().parent):

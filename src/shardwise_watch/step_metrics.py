@@ -78,27 +78,21 @@ PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoin
 
 @dataclass
 class StepSeries:
-    """The steps of a run as columns, which take little memory; steps that were undone are left out.
+    """The steps of a run as columns, which take little memory; steps that were undone are left out."""
 
-    Attributes:
-        steps: numbers of the steps, growing.
-        seconds: time at which each step was recorded, in seconds since the epoch; NaN if it is unknown.
-        elapsed: seconds of training up to each step, without those between two starts and of steps that were undone.
-        began: time of the last start, in seconds since the epoch; NaN if it is unknown.
-        numbers: values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
-        parts: seconds of each of `PARTS`, one for each step; NaN if a step has none.
-        sources: loss of each source of a mixture by its name, one for each step; NaN if a step has none.
-        balance: balance losses of routers, likewise.
-    """
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
+    steps: array[int] = field(default_factory=lambda: array("q"))  # numbers of the steps, growing
+    # Time at which each step was recorded, in seconds since the epoch; NaN if it is unknown.
     seconds: array[float] = field(default_factory=lambda: array("d"))
+    # Seconds of training up to each step, without those between two starts and of steps that were undone.
     elapsed: array[float] = field(default_factory=lambda: array("d"))
-    began: float = math.nan
+    began: float = math.nan  # time of the last start, in seconds since the epoch; NaN if it is unknown
+    # Values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
     numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in STEP_METRIC_NAMES})
+    # Seconds of each of `PARTS`, one for each step; NaN if a step has none.
     parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
+    # Loss of each source of a mixture by its name, one for each step; NaN if a step has none.
     sources: dict[str, array[float]] = field(default_factory=dict)
-    balance: dict[str, array[float]] = field(default_factory=dict)
+    balance: dict[str, array[float]] = field(default_factory=dict)  # balance losses of routers, likewise
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Add a "step" event; known steps from its number on are undone."""

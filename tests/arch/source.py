@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_origin
 
 import pydantic
+import yaml
 from pydantic.fields import FieldInfo
 
 from shardwise.config import Config, UserModelConfig
@@ -16,6 +17,7 @@ from shardwise.config.model import FAMILIES
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "shardwise"
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 
 
 def package_files() -> list[Path]:

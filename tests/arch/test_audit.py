@@ -25,21 +25,13 @@ import pytest
 import yaml
 
 import shardwise
-from tests.arch.source import ROOT, SOURCE, config_fields, headings
+from tests.arch.source import CASES, ROOT, SOURCE, config_fields, headings
 
 TUTORIALS = ROOT.parent / "shared" / "seeds"
 AUDITS = {
     path.stem: yaml.safe_load(path.read_text("utf-8")) for path in sorted(Path(__file__).parent.glob("tutorials/*"))
 }
-RULES = (
-    r"(?<![\w-])(--[A-Za-z][\w-]*)",  # flags
-    r"(?<![\w.])\+*([A-Za-z_][\w.]*)=(?!=)",  # variables, keys, arguments, fields of progress lines
-    r"^\s+([A-Z][\w .,&()]*?) = \d",  # printed values
-    r"(Total [a-z ]+): \d",
-    r"^\s*- ([A-Z][A-Za-z ]+): \S",  # settings in a list
-    r"([\w-]+\.(?:py|sh|slurm|json|txt|bin|idx|tar|jpg))\b",  # files
-    r"`([\w.-]+)`",  # names in the text
-)
+RULES = CASES["terms of a tutorial"]
 SHARED = ROOT / "docs/tutorials/all-five.md"
 """What is the same in all five tutorials: their pages link it."""
 CODE = re.compile(r"(?:\.\. code:.*|::)\n\s*\n((?:(?:   .*)?\n)+)|^```\w*\n([\s\S]*?)^```", re.MULTILINE)

@@ -13,6 +13,7 @@ from scripts.changed_tests import concerned, modules
 from scripts.check_budget import BUDGET, limits, lines_by_room, lowered, problems
 from scripts.check_budget import main as check_budget
 from scripts.check_mutants import Mutant, Result, load_mutants, stale_mutants
+from tests.arch.source import CASES
 
 LEAST = 400
 """Faults that fit the source: stale ones are not run, and many of them would go unnoticed."""
@@ -42,33 +43,14 @@ RELEASED = "[project]\nname = 'x'\n[project.urls]\nRepository = 'https://host.ex
 CITATION = "cff-version: 1.2.0\nversion: 1.2.0\ntitle: x\n"
 
 
-@pytest.mark.parametrize(
-    ("at", "find", "new", "expected"),
-    [
-        ("meter:Meter.read", "value and scale", "scale", "if scale:"),
-        ("meter:Meter.read", "scale + 1", "scale - 1 if scale else 1", "return value * (scale - 1 if scale else 1)"),
-        ("meter:Meter.read", "2", "3", "scale=3"),
-        ("meter:Meter.read", "self.value = f'{value}'\nreturn None", "return 1", "scale:\n            return 1\n"),
-        ("meter:Meter.read", "scale=2):", "scale=2, offset=0):", "scale=2, offset=0):"),
-        ("meter:Meter.read", "if value and ( scale", "if ( value", "if ( value\n"),
-        ("meter:read", 'value = "a b"', "value = 0", "def read(value):\n    value = 0\n"),
-        ("meter:", "LIMIT = 3", "LIMIT = 4", "LIMIT = 4\n"),
-    ],
-)
+@pytest.mark.parametrize(("at", "find", "new", "expected"), CASES["pieces of code"])
 def test_a_piece_is_found_by_syntax(at: str, find: str, new: str, expected: str) -> None:
     changed = replace(MUTANT, at=at, find=find, replace=new).apply(SOURCE)
     assert expected in changed
     assert expected not in SOURCE + ast.unparse(ast.parse(SOURCE))
 
 
-@pytest.mark.parametrize(
-    ("at", "find", "times"),
-    [
-        ("meter:Meter.read", "value and LIMIT", 0),
-        ("meter:Meter.read", "scale", 2),
-        ("meter:Meter.write", "value and scale", 0),
-    ],
-)
+@pytest.mark.parametrize(("at", "find", "times"), CASES["stale faults"])
 def test_a_stale_fault_is_an_error(at: str, find: str, times: int) -> None:
     with pytest.raises(ValueError, match=f"its piece must occur once in {at}, and does {times} times"):
         replace(MUTANT, at=at, find=find).apply(SOURCE)
@@ -181,18 +163,7 @@ def test_the_tests_that_notice_a_fault_of_a_file_are_run_when_it_has_changed() -
         assert [name for name in named if not any(Path(test).is_relative_to(name) for test in tests)] == [], path
 
 
-@pytest.mark.parametrize(
-    ("changed", "runs", "leaves"),
-    [
-        ("src/shardwise_jobs/jobs.py", "cluster/test_jobs", "dist/test_layers"),
-        ("src/shardwise/layers/linear.py", "dist/test_layers", "unit/base/test_units"),
-        ("src/shardwise/models/bert.py", "dist/test_families", "unit/jobs/test_jobs"),  # imported by a name
-        ("src/shardwise_plan/cli/plan.py", "unit/plan/test_plan", "dist/test_layers"),  # a command
-        ("src/shardwise/config/recipes/quickstart.yaml", "unit/config/test_load", "unit/base/test_units"),
-        ("tests/dist/dense.py", "dist/test_layers", "unit/base/test_units"),
-        ("docs/devices.md", "arch/test_docs", "dist/test_layers"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "runs", "leaves"), CASES["changed files"])
 def test_imports_say_what_runs(changed: str, runs: str, leaves: str) -> None:
     tests = concerned([changed])
     assert f"tests/{runs}.py" in tests

@@ -2,8 +2,13 @@
 
 import ast
 import importlib
+import json
+import os
 import re
 import signal
+import subprocess
+import sys
+import tomllib
 import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -20,6 +25,7 @@ from shardwise.config.optimizer_specs import OPTIMIZERS
 from shardwise.launch.stop_requests import SIGNALS
 from shardwise.models.causal import CausalLM
 from tests.arch.source import (
+    CASES,
     ROOT,
     SOURCE,
     attribute_names,
@@ -37,6 +43,8 @@ MAX_LINES = 600
 PACKAGE = Path(shardwise.__file__).parent
 MOST_FRAMES, MOST_FILES = 7, 4
 SHORT = ["train.steps=2", "train.global_batch=2", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false"]
+HOMES = CASES["homes of names"]
+"""Names, and the only files of the core that may use them."""
 
 
 def modules() -> dict[str, Path]:
@@ -126,16 +134,6 @@ def used(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{dotted(node.func)}()"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, repr(node.value)
-
-
-VERBS = "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|isend|irecv|send|recv"
-HOMES = {
-    r"torch(\.\w+)*\._(?!_)[\w.]*": "distributed/torch_private.py",  # private names of torch
-    rf"(.*\.)?(dist|distributed)\.({VERBS})(_\w+)?\(\)": "distributed/collectives.py",  # meters see what it sends
-    r".*\.cuda|'cuda(:\d+)?'": "distributed/devices.py distributed/torch_private.py base/hardware.py",
-    r".*\.expanduser": "base/files.py",  # user_path: the method raises a RuntimeError where there is no such user
-}
-"""Names, and the only files of the core that may use them."""
 
 
 @pytest.mark.parametrize("names", HOMES)
@@ -241,3 +239,71 @@ def test_from_the_command_to_the_model(tmp_path: Path, monkeypatch: pytest.Monke
     for way in ways:
         assert len(way) <= MOST_FRAMES, way
         assert len({file for file, _ in way}) <= MOST_FILES, way
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+TORCH_FREE = PROJECT["tool"]["importlinter"]["contracts"][1]["source_modules"]
+"""The modules below the torch line; those of a room that is wholly below it end in `.**`."""
+
+CURVE = str(ROOT / "tests/golden/curves/llama2-tiny.json")
+COMMANDS = [*CASES["commands without torch"], ["compare", CURVE, CURVE]]
+RUN_EACH = """
+import contextlib, io, json, sys
+from shardwise.cli import main
+for command in json.loads(sys.argv[1]):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        try:
+            code = main(command)
+        except SystemExit as exit:
+            code = exit.code
+    assert code == 0, (command, code)
+    assert shown.getvalue().strip(), command
+    loaded = sorted(name for name in sys.modules if name.partition(".")[0] == "torch")
+    assert not loaded, f"torch was imported by {command}: {loaded[:5]}"
+"""
+
+
+def python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_import_contracts() -> None:
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    result = python(code, "--no-cache", cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_what_needs_no_torch_imports_none(tmp_path: Path) -> None:
+    code = """
+import sys, shardwise
+loaded = [name for name in sys.modules if name.startswith(("torch", "shardwise."))]
+assert not loaded, f"importing the package loads {loaded}"
+config = shardwise.load_recipe("llama2-tiny", train={"steps": 5})
+assert shardwise.plan(config, "h100:2", best=1).plans
+shardwise.export_checkpoint, shardwise.save_checkpoint, shardwise.Run, shardwise.train
+assert "torch" not in sys.modules
+"""
+    result = python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_modules_below_the_torch_line_import_no_torch(tmp_path: Path) -> None:
+    code = """
+import importlib, pkgutil, sys
+sys.modules["torch"] = None
+for name in sys.argv[1:]:
+    module = importlib.import_module(name.removesuffix(".**"))
+    for below in pkgutil.walk_packages(module.__path__, f"{module.__name__}.") if name.endswith(".**") else ():
+        importlib.import_module(below.name)
+"""
+    result = python(code, *TORCH_FREE, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_commands_run_without_torch(tmp_path: Path) -> None:
+    result = python(RUN_EACH, json.dumps(COMMANDS), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.iterdir()), "a command must leave nothing behind"

@@ -23,7 +23,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights, step_with_gradients
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FACTS, FAMILIES, SPARSE, cases, make_config, make_data, sizes, uncount
+from tests.dist.training import FACTS, FAMILIES, MODELS, SPARSE, cases, make_config, make_data, sizes, uncount
 
 EVAL_BATCHES = 2
 STEPS = 2
@@ -36,25 +36,13 @@ RANKS = 4
 GRAIN = 8
 """Parts of the sums over a cut dimension, of cells with `bitwise`: more than there are ranks."""
 
-DROPOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", *FACTS, *SPARSE), ("attention_dropout",)),
-    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
-    "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
-    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-}
+DROPOUT: dict[str, Sequence[str]] = MODELS["dropout"] | dict.fromkeys(
+    ("llama", *FACTS, *SPARSE), ("attention_dropout",)
+)
 OBJECTIVES = {"router_sequence_loss": 0.1, "router_batch_loss": 0.1, "router_z_loss": 0.01}
 """All that micro-batches and ranks of a sparse model add up."""
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "gpt": {"tie_word_embeddings": False},
-    "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
-}
+VARIANTS, OPTIMIZERS = MODELS["variants"], cases("optimizers")
 """Another model of the family: shared K/V heads, ties, biases, residuals one after the other."""
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {"name": "adamw", "lr": 1e-3},
-    "lamb": {"name": "lamb", "lr": 1e-2, "eps": 1e-6},
-    "muon": {"name": "muon", "lr": 1e-2},
-}
 Sent = Counter[tuple[str, str]]
 """Bytes or calls, by (axis, kind)."""
 
@@ -165,23 +153,9 @@ _OF_LAYOUT = (
     "context_keys", "expert", "zero", "recompute", "regathers",
 )  # fmt: skip
 
-AXES: Mapping[str, Sequence[Any]] = {
+AXES: Mapping[str, Sequence[Any]] = cases("axes") | {
     "family": tuple(FAMILIES),
-    "variant": (False, True),
-    "documents": (False, True),
-    "uneven": (False, True),
     "schedule": ("none", *get_args(Schedule)),
-    "pipeline": (1, 2, 4),
-    "tensor": (1, 2, 4),
-    "sequence": (False, True),
-    "overlap": (None, "pieces"),
-    "context": (1, 2, 4),
-    "context_keys": ("gather", "ring"),
-    "data": (1, 2, 4),
-    "zero": (0, 1),
-    "optimizer": ("adamw", "lamb"),
-    "recompute": ("none", "selective", "full"),
-    "dropout": (False, True),
 }
 _INDEPENDENT = (
     ("family", "variant", "documents", "uneven"),
@@ -329,6 +303,9 @@ class Measured:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
+_PARALLEL = ("tensor", "context", "context_keys", "expert", "sequence", "vocab_multiple", "context_grain")
+
+
 def configuration(cell: Cell) -> Config:
     model = (
         sizes(layers=cell.layers, spread=0.05)
@@ -340,17 +317,11 @@ def configuration(cell: Cell) -> Config:
     data = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True, "eod_token": END}
     return make_config(
         model=model | dict.fromkeys(DROPOUT[cell.family], 0.1 if cell.dropout else 0.0),
-        parallel={
-            "tensor": cell.tensor,
-            "context": cell.context,
-            "context_keys": cell.context_keys,
-            "expert": cell.expert,
-            "sequence": cell.sequence,
+        parallel={name: getattr(cell, name) for name in _PARALLEL}
+        | {
             "tensor_overlap": cell.overlap,
             "sequence_regather": cell.regathers,
-            "vocab_multiple": cell.vocab_multiple,
             "grain": GRAIN // (cell.context_grain or 1),
-            "context_grain": cell.context_grain,
         }
         | ({"pipeline": cell.pipeline, "schedule": cell.schedule, "stages": cell.stages} if cell.pipeline > 1 else {}),
         train={
@@ -429,3 +400,11 @@ def sent(mesh: Mesh) -> tuple[Sent, Sent]:
                 calls[axis, kind] += meter.calls[kind]
             meter.reset()
     return amounts, calls
+
+
+def check_sent(found: Sent, wanted: Mapping[tuple[str, str], float], calls: Sent, what: str) -> None:
+    assert set(found) == set(wanted), f"{what}: other collectives than cost has"
+    for key, amount in wanted.items():
+        # The meter rounds each call down to a whole byte.
+        off = amount - found[key]
+        assert 0 <= off <= calls[key], f"{what}: {found[key]:,} bytes were sent by {key}, cost has {amount:,}"

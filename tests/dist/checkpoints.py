@@ -51,16 +51,8 @@ def make_trainer(config: Config) -> Trainer:
 def make_saver(trainer: Trainer, root: str, **options: Any) -> Saver:
     described = {"layout": {"ranks": trainer.mesh.world.size}, "data": {}, "versions": {}}
     group = trainer.mesh.host_group("checkpoint")
-    return Saver(
-        Root.of(root),
-        trainer.model,
-        trainer.optimizer,
-        trainer.config,
-        trainer.mesh,
-        group,
-        described=described,
-        **options,
-    )
+    parts = (trainer.model, trainer.optimizer, trainer.config, trainer.mesh)
+    return Saver(Root.of(root), *parts, group, described=described, **options)
 
 
 def save(trainer: Trainer, root: str, **options: Any) -> list[SavedCheckpoint]:
@@ -114,6 +106,7 @@ def run(config: Config, before: int, after: int, source: str | None, target: str
     state = canonical_state(trainer)
     if target is not None:
         result.saved = save(trainer, target, **options)
+        assert not any(each.problem for each in result.saved), result.saved
     result.losses += [trainer.step().loss for _ in range(after)]
     at_end = canonical_state(trainer) if after and source is None else state
     if trainer.mesh.world.rank == 0:

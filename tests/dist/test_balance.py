@@ -1,7 +1,6 @@
 """Objectives of routers: the formula on the whole batch, one curve at every layout, and transformers' own number."""
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.config import Config
-from shardwise.config.hugging_face import to_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.config.routing import Routing
 from shardwise.distributed.mesh import Group, Mesh
@@ -25,7 +22,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.mean_loss import mean_over_targets
 from shardwise.verify.canonical_values import canonical_gradients, gradient_errors, step_with_gradients
 from tests.dist.dense import run
-from tests.dist.test_experts import SCALE, SIZES, B, S, batch
+from tests.dist.test_experts import SCALE, SIZES, B, S, batch, theirs_of
 from tests.dist.training import SPARSE, Sections, make_config, make_data, named
 from tests.sweeps import few
 
@@ -150,9 +147,6 @@ def test_objectives_change_neither_the_loss_nor_an_evaluation() -> None:
 
 @pytest.mark.parametrize("family", few(["olmoe", "qwen3_moe", "mixtral"], "qwen3_moe"))
 def test_transformers_has_the_same_loss_with_its_balance_term(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import save_file
-
     config = FAMILIES[family].model_validate(SIZES | SPARSE[family])
     routings = [config.routing(layer) for layer in range(config.num_hidden_layers)]
     layers = len(routings) - routings.count(None)
@@ -164,16 +158,7 @@ def test_transformers_has_the_same_loss_with_its_balance_term(family: str, tmp_p
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(SCALE if parameter.ndim > 1 else 1.0)
-    weights = {name: tensor.contiguous() for name, tensor in canonical_tensors(model)}
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config)))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        dtype=torch.float32,
-        experts_implementation="eager",
-        output_router_logits=True,
-        router_aux_loss_coef=coefficient,
-    )
+    theirs = theirs_of(model, tmp_path, output_router_logits=True, router_aux_loss_coef=coefficient)
     ids, targets = batch()
     # Its own labels are the ids, which it shifts: the last token has no target.
     out = theirs(ids.t(), labels=ids.t())

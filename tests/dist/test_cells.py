@@ -26,7 +26,6 @@ from tests.dist.cells import (
     RANKS,
     Cell,
     Measured,
-    Sent,
     array,
     cells_of,
     configuration,
@@ -110,6 +109,12 @@ def test_every_two_choices_that_can_meet_do() -> None:
     assert set().union(*map(cells.chosen, COVERING)) == set().union(*map(cells.chosen, array()))
 
 
+def check_gradients(everyone: list[Measured], one: Measured) -> None:
+    errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
+
+
 @by_name(CELLS)
 def test_weights_gradients_and_losses_are_those_of_one_process(cell: Cell, trained: Train) -> None:
     everyone, one = trained(cell), alone(cell, trained)
@@ -117,11 +122,7 @@ def test_weights_gradients_and_losses_are_those_of_one_process(cell: Cell, train
     assert found.keys() == one.weights.keys()
     for name, weight in one.weights.items():
         assert torch.equal(found[name], weight), f"{name} differs at step 0"
-    everyone, one = trained(cell), alone(cell, trained)
-    errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
-    everyone, one = trained(cell), alone(cell, trained)
+    check_gradients(everyone, one)
     found = everyone[0]
     for step, (a, b) in enumerate(zip(found.losses, one.losses, strict=True), start=1):
         assert abs(a - b) <= 1e-5 * abs(b), f"step {step}: loss {a!r}, one process has {b!r}"
@@ -132,9 +133,7 @@ def test_weights_gradients_and_losses_are_those_of_one_process(cell: Cell, train
     moved = abs(one.after[0] / one.before[0] - 1)
     assert moved > 1e-3, f"the steps moved the loss by {moved:.1e}: too little for equal losses to say something"
     for rank, other in enumerate(everyone):
-        assert (other.losses, other.after) == (found.losses, found.after), (
-            f"rank {rank} reports other losses than rank 0"
-        )
+        assert (other.losses, other.after) == (found.losses, found.after), f"rank {rank} reports others than rank 0"
 
 
 @by_name(CURVES)
@@ -173,10 +172,7 @@ def test_gradients_of_mixed_precision_are_those_of_one_process(cell: Cell, train
 
     The one process has a device of the same kind: another kind rounds to bfloat16 elsewhere.
     """
-    everyone, (one,) = trained(cell), trained(cell.alone)
-    errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
+    check_gradients(trained(cell), trained(cell.alone)[0])
 
 
 def check_costs(cell: Cell, everyone: list[Measured]) -> None:
@@ -198,14 +194,14 @@ def check_costs(cell: Cell, everyone: list[Measured]) -> None:
         evaluated = wire_bytes(evaluation_transfers(config, layout, pipeline_rank=stage))
         if cell.mode == "bfloat16" and os.environ.get("STRICT_NEURON_LIKE", "0") != "0":
             sent["world", "all_reduce"] /= 2  # without float64 on the device, norms are sums in float32
-        compare(found.step, sent, found.calls, f"step, rank {rank}")
+        cells.check_sent(found.step, sent, found.calls, f"step, rank {rank}")
         wanted = {key: cells.EVAL_BATCHES * amount for key, amount in evaluated.items()}
         # At the end, in float64: sums of losses, of targets and of right answers; tokens; bytes.
         size = 8 * (3 * len(config.model.objectives) + 2)
         for axis, degree in ((layout.replicas_axis, layout.replicas), ("pp", layout.pipeline)):
             if degree > 1:
                 wanted[axis, "all_reduce"] = wanted.get((axis, "all_reduce"), 0.0) + 2 * size * (degree - 1) / degree
-        compare(found.evaluation, wanted, found.calls, f"evaluation, rank {rank}")
+        cells.check_sent(found.evaluation, wanted, found.calls, f"evaluation, rank {rank}")
         for what in ("parameters", "gradients", "optimizer"):
             assert found.state[what] == getattr(memory[stage], what), f"rank {rank} holds other bytes of {what}"
         stages = tuple(one for one in stage_plan(config, layout) if one.rank == stage)
@@ -215,9 +211,9 @@ def check_costs(cell: Cell, everyone: list[Measured]) -> None:
 
 @by_name([*COVERING, *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
 def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
-    check_costs(cell, trained(cell))
-    # Over the ranks that share it, padding of buckets left out.
     everyone = trained(cell)
+    check_costs(cell, everyone)
+    # Over the ranks that share it, padding of buckets left out.
     by_shard: Counter[tuple[int, int]] = Counter()
     elements: dict[tuple[int, int], int] = {}
     for one in everyone:
@@ -227,11 +223,3 @@ def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
         elements[stage, tensor] = one.state["elements"]
     for place, held in by_shard.items():
         assert held == STATE_BYTES[cell.mode] * elements[place], f"pipeline and tensor rank {place}"
-
-
-def compare(found: Sent, wanted: dict[tuple[str, str], float], calls: Sent, what: str) -> None:
-    assert set(found) == set(wanted), f"{what}: other collectives than cost has"
-    for key, amount in wanted.items():
-        # The meter rounds each call down to a whole byte.
-        off = amount - found[key]
-        assert 0 <= off <= calls[key], f"{what}: {found[key]:,} bytes were sent by {key}, cost has {amount:,}"

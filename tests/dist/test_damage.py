@@ -42,7 +42,6 @@ def written(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Written:
     states = {}
     for step, source in ((1, None), (2, step_folder(root, 1))):
         result: Result = on_ranks(ranks, RANKS, write, CONFIG, source, str(root), tokenizer)[0]
-        assert result.saved[0].problem is None, result.saved[0].problem
         states[step] = result.state
     return Written(root, states)
 

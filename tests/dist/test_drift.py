@@ -1,6 +1,7 @@
 """What stops all ranks: copies that drift apart, other software or keys on a rank, numbers that are not finite."""
 
 import math
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,18 +13,26 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.config import load_config
+from shardwise.config import check_layout, load_config
+from shardwise.data.formats.prepared_data import random_tokens
+from shardwise.distributed import collectives
 from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Group, Mesh
+from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.models.build import build_model
 from shardwise.pipeline.stages import Stages
 from shardwise.train import build, rank_agreement, trainer
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.observers import build_observers, run_observers
+from shardwise.train.step_meters import STRAGGLER_STEPS
+from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord
 from shardwise.train.trainer import Trainer
+from tests.dist.checkpoints import make_trainer
+from tests.dist.dense import mesh
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import make_config, make_data
+from tests.dist.test_checkpoint import config_of
+from tests.dist.training import cases, make_config, make_data, sizes
 from tests.sweeps import few
 
 NORM = "norm.weight"
@@ -31,12 +40,9 @@ QKV = "layers.0.self_attn.qkv.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
 DEEP = "model.layers.{}.mlp.down_proj.weight"
 """Of a block of a pipeline's stage."""
-CUT: dict[str, dict[str, Any]] = {
-    "dp2-zero0": {"optimizer": {"zero": 0}},
-    "dp2-accumulation4": {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
-    "tp2": {"parallel": {"tensor": 2}},
-    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}},
-}
+CUT = cases("drift")
+LAYOUTS: dict[str, dict[str, Any]] = {"TP 2 × DP 2": {"tensor": 2}, "PP 2 × DP 2": {"parallel": {"pipeline": 2}}}
+SLOW = 3
 
 
 def flip(tensor: torch.Tensor, position: int, bit: int) -> None:
@@ -268,3 +274,80 @@ def test_a_pipeline_names_the_first_fault_of_all_stages(schedule: str, ranks: An
         said = ranks(2).run(stop_pipeline, schedule, where, poisoned)
         assert len(set(said)) == 1, said
         assert f", {DEEP.format(named)} is the first parameter" in said[0], f"{where} of blocks {poisoned}: {said[0]}"
+
+
+def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepRecord], float]:
+    """The records of this rank, and the sum of its pauses.
+
+    With `slow` rank 3 pauses before each forward pass, so that its own work takes several times what it does without,
+    however busy the machine is. Between the steps the ranks wait for rank 3, as in an evaluation.
+    """
+    trainer = make_trainer(config_of(**layout))
+    paused, seconds = 0.0, 0.02
+    if slow and trainer.mesh.world.rank == SLOW:
+
+        def pause(*_: object) -> None:
+            nonlocal paused
+            start = time.perf_counter()
+            time.sleep(seconds)
+            paused += time.perf_counter() - start
+
+        parts = trainer.model.children() if trainer.pipeline is not None else [trainer.model]
+        for part in parts:
+            part.register_forward_pre_hook(pause)
+    records = []
+    for _ in range(steps):
+        before = paused
+        records.append(trainer.step(list))
+        if trainer.mesh.world.rank == SLOW:
+            time.sleep(0.02)
+        collectives.all_reduce_(torch.ones(1000), trainer.mesh.world)
+        seconds = max(0.02, 3 * ((records[-1].work_seconds or 0.0) - (paused - before)))
+    return records, paused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks: Any) -> None:
+    results = ranks(4).run(measured, LAYOUTS[layout], STRAGGLER_STEPS + 4, True)
+    for rank, (records, paused) in enumerate(results):
+        for record in records:
+            assert sum(record.split.values()) == pytest.approx(record.seconds, rel=1e-6), f"rank {rank}: {record.split}"
+            assert min(record.split.values()) >= 0.0, record.split
+            assert (record.work_seconds or 0.0) > 0.0, "waits between the steps are no part of them"
+        sent = [record.communication_bytes for record in records]
+        assert sent[1:] == sent[:-1], "each step sends the same, whatever is sent between"
+        assert sum(sent[0].values()) > 0
+        chosen = config_of(**LAYOUTS[layout])
+        place = rank // 2 if chosen.parallel.pipeline > 1 else 0
+        expected = wire_bytes(step_transfers(chosen, check_layout(chosen, 4), pipeline_rank=place)) or {}
+        messages = expected.get(("pp", "send"), 0.0)
+        assert (messages > 0) == (chosen.parallel.pipeline > 1)
+        assert 0 <= sent[0].get("pp", 0) - messages < 1000, "messages between stages, and a few numbers of the step"
+        own = sum(record.work_seconds or 0.0 for record in records)
+        assert (paused > 0) == (rank == SLOW)
+        assert own > paused, "its pauses are its own work"
+    named = [records[-1].straggler for records, _ in results]
+    assert all(one == named[0] for one in named)
+    assert named[0].rank == SLOW
+    assert named[0].relative > 1.5
+
+
+def test_a_stage_of_other_data_is_no_loss_spike() -> None:
+    begin = SMOOTHED_STEPS + 2
+    data = {"mixture": {"web": {"dataset": "tiny", "weight": 1.0}}, "stages": [{"at": begin, "weights": {"web": 2.0}}]}
+    config = make_config(
+        model=sizes(131, 16, 16, layers=1, heads=2) | {"family": "gpt"},
+        train={"steps": 2 * begin + 1, "eval_every": 0, "micro_batch": 8},
+        data=data,
+        optimizer={"lr": 1e-5},
+    )
+    trainer = build_trainer(config, mesh(1), random_tokens(config.model.vocab_size))
+    records = [trainer.step() for _ in range(begin)]
+    assert [record.step for record in records if record.loss_spike is not None] == [begin - 1, begin]
+    # As if the stage before had been easier.
+    trainer.progress.losses.extend([loss / 2 for loss in trainer.progress.losses])
+    records = [trainer.step() for _ in range(begin)]
+    assert records[0].mean_loss == pytest.approx(records[0].loss)
+    assert [record.step for record in records if record.loss_spike is not None] == [2 * begin - 1, 2 * begin]
+    assert max(abs(record.loss_spike or 0.0) for record in records) < 6

@@ -57,18 +57,22 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids[:-1], ids[1:]
 
 
-@pytest.mark.parametrize("family", SPARSE)
-def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
+def theirs_of(model: Llama, folder: Path, **options: Any) -> Any:
+    """What transformers opens of the model's file."""
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
 
-    model = make(family)
     weights = {name: tensor.contiguous() for name, tensor in canonical_tensors(model)}
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(model.config)))
-    theirs, found = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, dtype=torch.float32, experts_implementation="eager"
-    )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(to_hugging_face(model.config)))
+    options = {"dtype": torch.float32, "experts_implementation": "eager", **options}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    theirs, found = theirs_of(model, tmp_path, output_loading_info=True)
     assert not any(found.values())
     ids, targets = batch()
     logits = theirs(ids.t()).logits.transpose(0, 1)

@@ -75,12 +75,8 @@ def compared(layer: nn.Module, dense: Dense, into: Part, out: Part) -> tuple[dic
 def column(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float]:
     layer = ColumnParallelLinear(INPUTS, OUTPUTS, bias, gather, name="col", **options(tp, sequence))
     out = uncut if gather else partial(feature_part, tp=tp)
-    errors, weights = compared(
-        layer,
-        lambda x, weights: {"y": linear(x, weights, "col")},
-        partial(sequence_part, tp=tp, sequence=sequence),
-        out,
-    )
+    into = partial(sequence_part, tp=tp, sequence=sequence)
+    errors, weights = compared(layer, lambda x, weights: {"y": linear(x, weights, "col")}, into, out)
     assert ("col.bias" in weights) == bias
     return errors
 
@@ -93,12 +89,8 @@ def test_column_parallel_linear(tp: int, ranks: Any) -> None:
 def row(tp: int, sequence: bool, bias: bool, parallel: bool) -> dict[str, float]:
     layer = RowParallelLinear(INPUTS, OUTPUTS, bias, parallel, name="row", **options(tp, sequence))
     into = partial(feature_part, tp=tp) if parallel else uncut
-    errors, weights = compared(
-        layer,
-        lambda x, weights: {"y": linear(x, weights, "row")},
-        into,
-        partial(sequence_part, tp=tp, sequence=sequence),
-    )
+    out = partial(sequence_part, tp=tp, sequence=sequence)
+    errors, weights = compared(layer, lambda x, weights: {"y": linear(x, weights, "row")}, into, out)
     assert ("row.bias" in weights) == bias
     if bias:
         assert_partial(layer.bias, weights["row.bias"], sequence and tp > 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
 from tests.dist.dense import check, each, error, mesh, random, run
+from tests.sweeps import few
 
 S, B, H = 8, 3, 12
 DEGREES = (1, 4)
@@ -40,13 +41,8 @@ def by_logits(tp: int, vocabulary: int, smoothing: float, ignore_index: int | No
     whole = (random(1, S, B, vocabulary) * 4).to(dtype).requires_grad_()
     target = targets(vocabulary, ignore_index)
     pull = random(2, S, B)
-    wanted = F.cross_entropy(
-        whole.float().flatten(0, 1),
-        target.flatten(),
-        reduction="none",
-        label_smoothing=smoothing,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-    ).view(S, B)
+    rules: Any = {"label_smoothing": smoothing, "ignore_index": -100 if ignore_index is None else ignore_index}
+    wanted = F.cross_entropy(whole.float().flatten(0, 1), target.flatten(), reduction="none", **rules).view(S, B)
     (wanted * pull).sum().backward()
     local, held = columns(whole.detach(), tp, PADDING)
     before, target_before = local.clone(), target.clone()
@@ -140,12 +136,7 @@ def chunked(tp: int, sequence: bool, vocabulary: int, smoothing: float, rows: in
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence"),
-    [
-        pytest.param(tp, sequence, marks=() if sequence == (tp > 1) else pytest.mark.slow)
-        for tp in DEGREES
-        for sequence in (False, True)
-    ],
+    ("tp", "sequence"), few(itertools.product(DEGREES, (False, True)), *((tp, tp > 1) for tp in DEGREES))
 )
 def test_linear_cross_entropy_at_every_chunk_size(tp: int, sequence: bool, ranks: Any) -> None:
     here = S // tp if sequence else S

@@ -23,7 +23,7 @@ from shardwise.models.masks import AttentionMask
 from shardwise.train.build import build_trainer
 from tests.block_stacks import block_stack
 from tests.dist import cells
-from tests.dist.cells import sent
+from tests.dist.cells import check_sent, sent
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, MODELS, Sections, cases, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
@@ -44,6 +44,9 @@ PRECISIONS: list[tuple[dict[str, Any], int]] = [
 STATE = sizes(1000, 256, 704, layers=8, heads=4, positions=64)
 """A model with few tokens, whose state dominates: each block is more than a bucket must have."""
 SHARDED = cases("memory")
+PIPELINED = (("gpt", "none", 0.0, 2), ("llama", "full", 0.0, 2), ("bert", "selective", 0.1, 4))
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+CASES = [(*model, schedule) for model in PIPELINED for schedule in SCHEDULES]
 
 
 class _Gradient(torch.autograd.Function):
@@ -126,6 +129,11 @@ def expected(config: Config, layout: Layout) -> BlockStack:
     return block_stack(RankWorkload.of(config, layout, False))
 
 
+def check_held(found: int, wanted: int, where: str, tolerance: float = TOLERANCE) -> None:
+    off = wanted / found - 1
+    assert abs(off) <= tolerance, f"{where}: held {found:,}, cost has {wanted:,} ({off:+.1%})"
+
+
 @functools.cache
 def held_alone(model: str, dropout: str | None, recompute: str) -> Held:
     return measure(configuration(model, dropout, 1, recompute))
@@ -141,9 +149,8 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
         everyone = ranks(tensor).run(measure, config) if tensor > 1 else [held_alone(model, dropout, recompute)]
         for rank, found in enumerate(everyone):
             where = f"{recompute}, {regathers=}, rank {rank}"
-            assert abs(wanted.kept / found.kept - 1) <= 0.01, f"{where}: kept {found.kept:,}, cost has {wanted.kept:,}"
-            off = wanted.peak / found.peak - 1
-            assert abs(off) <= TOLERANCE, f"{where}: held {found.peak:,}, cost has {wanted.peak:,} ({off:+.1%})"
+            check_held(found.kept, wanted.kept, f"after the forward pass, {where}", tolerance=0.01)
+            check_held(found.peak, wanted.peak, where)
             if rank == 0:
                 first = first or found
                 assert torch.equal(found.output, first.output), f"{where}: other outputs than without recompute"
@@ -158,9 +165,7 @@ def test_other_dtypes_and_batches(model: str) -> None:
             continue
         config = configuration(model, "fast", 1, recompute, precision=precision, train={"micro_batch": micro_batch})
         wanted, found = expected(config, check_layout(config, 1)), measure(config)
-        off = wanted.peak / found.peak - 1
-        where = f"{precision}, {recompute}"
-        assert abs(off) <= TOLERANCE, f"{where}: held {found.peak:,}, cost has {wanted.peak:,} ({off:+.1%})"
+        check_held(found.peak, wanted.peak, f"{precision}, {recompute}")
 
 
 def measure_step(config: Config) -> int:
@@ -193,8 +198,7 @@ def test_shared_samples_hold_the_cost(recompute: str, context: int, keys: str, g
     )
     memory = expected_memory(config, check_layout(config, context))
     for rank, peak in enumerate(ranks(context).run(measure_step, config)):
-        off = memory.total / peak - 1
-        assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
+        check_held(peak, memory.total, f"rank {rank}")
 
 
 @dataclass
@@ -244,17 +248,12 @@ def test_a_sharded_step_is_what_cost_has(model: str, optimizer: dict[str, Any], 
         place = layout.coordinates(rank)
         estimate = memory[place["pp"]]
         assert (found.parameters, found.gradients) == (estimate.parameters, estimate.gradients), f"rank {rank}"
-        off = estimate.total / found.peak - 1
         # Pipelines miss 2 %, by at most 3 % as measured: the estimate does not know that a split backward pass
         # holds several gradients of weights for a moment, nor that a gradient is copied apart from a block's peak.
         limit = 0.02 if layout.pipeline == 1 else 0.035
-        assert abs(off) <= limit, f"rank {rank}: held {found.peak:,}, cost has {estimate.total:,} ({off:+.1%})"
+        check_held(found.peak, estimate.total, f"rank {rank}", limit)
         transfers = step_transfers(config, layout, pipeline_rank=place["pp"], data_rank=place["dp"])
-        planned = wire_bytes(transfers)
-        assert set(found.sent) == set(planned), f"rank {rank}: other collectives than cost has"
-        for key, amount in planned.items():
-            # The meter rounds each call down to a whole byte.
-            assert 0 <= amount - found.sent[key] <= found.calls[key], f"rank {rank}: {found.sent[key]:,} by {key}"
+        check_sent(found.sent, wire_bytes(transfers), found.calls, f"rank {rank}")
 
 
 def test_live_tensors_are_counted_once_and_until_they_are_free() -> None:
@@ -274,21 +273,7 @@ def test_live_tensors_are_counted_once_and_until_they_are_free() -> None:
     assert (live.now, live.peak) == (0, 8004)
 
 
-PIPELINE_TOLERANCE = 0.04
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
-
-
-CASES = [
-    *(("gpt", "none", 0.0, 2, schedule) for schedule in SCHEDULES),
-    *(("llama", "full", 0.0, 2, schedule) for schedule in SCHEDULES),
-    *(("bert", "selective", 0.1, 4, schedule) for schedule in SCHEDULES),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "recompute", "dropout", "degree", "schedule"),
-    few(CASES, *(("gpt", "none", 0.0, 2, schedule) for schedule in ("1f1b", "zbv"))),
-)
+@pytest.mark.parametrize(("model", "recompute", "dropout", "degree", "schedule"), few(CASES, CASES[1], CASES[4]))
 def test_a_step_of_a_pipeline_holds_what_cost_has(
     model: str, recompute: str, dropout: float, degree: int, schedule: str, ranks: Any
 ) -> None:
@@ -300,7 +285,4 @@ def test_a_step_of_a_pipeline_holds_what_cost_has(
     )
     memory = memory_by_rank(config, check_layout(config, degree))
     for rank, peak in enumerate(ranks(degree).run(measure_step, config)):
-        off = memory[rank].total / peak - 1
-        assert abs(off) <= PIPELINE_TOLERANCE, (
-            f"rank {rank}: held {peak:,}, cost has {memory[rank].total:,} ({off:+.1%})"
-        )
+        check_held(peak, memory[rank].total, f"rank {rank}", tolerance=0.04)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.distributed import devices
-from shardwise.distributed.devices import CapturedCall
+from shardwise.distributed.devices import captured_call
 from shardwise.distributed.mesh import Group
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms
 from shardwise.optim.master_update import Update
@@ -265,7 +265,7 @@ def captured(sections: dict[str, Any]) -> tuple[bool, int]:
                 setattr(cuda, name, value)
         try:
             if is_captured:
-                trainer.passes._captured = CapturedCall()
+                trainer.passes._captured = captured_call(torch.device("cuda"))
             records = [trainer.step() for _ in range(STEPS)]
         finally:
             if is_captured:

@@ -134,11 +134,13 @@ class Sharing(nn.Module):
         return self.blocks[1](self.blocks[0](x)) @ self.blocks[0].weight  # type: ignore[operator]
 
 
+def in_shards(model: nn.Module, lr: float) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=lr, stage=3, model=model, bucket_mib=1e-5)
+
+
 def read_elsewhere() -> list[str]:
     model = Sharing()
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.1, stage=3, model=model, bucket_mib=1e-5
-    )
+    optimizer = in_shards(model, 0.1)
     messages = []
     for read in (lambda: model.blocks[1].weight.sum(), lambda: model(torch.ones(2, 7))):
         with pytest.raises(ConfigError) as raised:
@@ -156,9 +158,7 @@ def read_elsewhere() -> list[str]:
 
 def step_and_load_inside(dtype: torch.dtype) -> None:
     model = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)]).to(dtype)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.5, stage=3, model=model, bucket_mib=1e-5
-    )
+    optimizer = in_shards(model, 0.5)
     with optimizer.gathered():
         saved = {name: value.clone() for name, value in model.state_dict().items()}
         state = copy.deepcopy(optimizer.state_dict())

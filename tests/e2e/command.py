@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
+import yaml
+
 from shardwise.cli import main
 from tests.arch.source import ROOT
 from tests.e2e import warm
@@ -27,22 +29,9 @@ ALONE = (sys.executable, "-m", "shardwise")
 UNDER_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise")
 _JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-MINIATURE = """\
-model:
-  family: llama
-  vocab_size: 301              # odd, so that it is padded when it is cut
-  hidden_size: 32
-  intermediate_size: 48
-  num_hidden_layers: 2
-  num_attention_heads: 4
-  num_key_value_heads: 2
-  max_position_embeddings: 32
-train: {steps: 4, global_batch: 8, micro_batch: 2, sequence_length: 32, eval_every: 2, eval_batches: 2}
-optimizer: {lr: 1.0e-3, warmup_steps: 1}
-data: {dataset: tiny}
-log: {sample_tokens: 4}
-"""
+MINIATURE = Path(__file__).with_name("miniature.yaml").read_text(encoding="utf-8")
 """A recipe that trains in a moment."""
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 Process: TypeAlias = subprocess.Popen[str] | warm.Job
 
 

@@ -7,18 +7,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import Config, load_config
-from tests.e2e.command import Outcome, miniature, shardwise
+from tests.e2e.command import CASES, Outcome, miniature, shardwise
 from tests.loopback_s3 import serve
 
-OF_THE_CPU = {
-    "test_pages.py::test_every_command_runs": "a shell runs the commands of a page, which are for CPU ranks",
-    "test_outputs_page.py::test_the_commands_print_what_the_page_shows": "the page shows what CPU ranks print",
-    "test_verify.py::test_the_page_runs": "the page shows what CPU ranks print",
-    "test_verify.py::test_a_seeded_fault_is_found_and_named_and_the_other_layouts_go_on": "it reads the CPU's table",
-    "test_failures.py::test_out_of_memory_names_phase_rank_bytes_and_remedies": "the host's memory is limited",
-    "test_run_directory.py::test_steps_events_ranks_and_the_environment_are_recorded": "its numbers are the CPU's",
-    "test_own_model.py::test_trains_as_plain_adamw": "its script is of CPU ranks and gloo",
-}
+OF_THE_CPU = CASES["tests of CPU ranks"]
 """Tests that `--device` leaves out, as they say something of CPU ranks alone, each with what."""
 
 

@@ -11,7 +11,7 @@ import pytest
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import OWNER
-from tests.e2e.command import metrics, miniature, shardwise, within
+from tests.e2e.command import CASES, metrics, miniature, shardwise, within
 from tests.e2e.test_pages import assert_shown, blocks
 
 KEYS = ("log.state_hash_every=2", "checkpoint.every=2", "log.tensorboard=false", "log.sample_tokens=0")
@@ -97,23 +97,14 @@ def test_an_audit_names_the_first_difference_and_knows_keys_that_a_resumption_ch
     assert "optimizer.lr 0.001 → 0.01" in found.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["run", "--from", "3"], "--from (3) must be 0 or the step of a checkpoint: run has 2 and 4"),
-        (["run", "train.seed=9"], "train.seed (9) must be 1234, as in the run that is replayed: leave it out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "complaint"), CASES["wrong audits"])
 def test_a_wrong_stretch_is_refused(arguments: list[str], complaint: str, place: Path) -> None:
     assert complaint in within("audit", *arguments, at=place).failed(2)
 
 
 BITWISE_KEYS = (
-    "train.bitwise=true",
-    "log.state_hash_every=2",
-    "checkpoint.every=2",
-    "log.tensorboard=false",
-    "log.sample_tokens=8",
+    *("train.bitwise=true", "log.state_hash_every=2", "checkpoint.every=2"),
+    *("log.tensorboard=false", "log.sample_tokens=8"),
 )
 
 

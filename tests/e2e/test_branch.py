@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source import ROOT
-from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
+from tests.e2e.command import CASES, Outcome, metrics, miniature, shardwise, within
 from tests.e2e.test_pages import assert_shown, blocks
 
 KEYS = (
@@ -100,15 +100,7 @@ def test_a_branch_may_have_another_layout_and_branches_of_its_own(place: Path) -
     assert "Branch of <b>trunk</b> at step 4: parallel.tensor 1 → 2; optimizer.decay_steps 0 → 1" in page
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["runs/trunk@3"], "the step (3) of runs/trunk must have a checkpoint: 2 and 4 have one"),
-        (["runs/trunk@4", "train.seed=7"], "train.seed (7) must be 1234, as in the parent"),
-        (["runs/trunk@4", "train.steps=4"], "train.steps (4) must be more than 4, the step at which the branch begins"),
-        (["runs/trunk@4", "--run-dir", "runs/trunk"], "--run-dir (runs/trunk) must be empty or new for a branch"),
-    ],
-)
+@pytest.mark.parametrize(("words", "problem"), CASES["wrong branches"])
 def test_a_wrong_branch_is_one_sentence_and_leaves_no_folder(place: Path, words: list[str], problem: str) -> None:
     before = sorted(place.rglob("config.yaml"))
     assert problem in branch(place, *words).failed(2)

@@ -10,7 +10,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import partial_name, step_n
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
 from shardwise.runs.folder import RunDirectory, RunLock
-from tests.e2e.command import within
+from tests.e2e.command import CASES, within
 from tests.stored import small_tensors, write_checkpoint
 
 
@@ -149,15 +149,7 @@ def test_diff(run: Path) -> None:
     assert "--tolerance (-1.0) must be a number from 0" in within(*command, "-1", at=run).failed(2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["inspect"], "runs/latest must be a checkpoint or a run's folder: there is nothing of that name: no run"),
-        (["verify", "step-00000007"], "step-00000007 is no checkpoint: it has no manifest.json"),
-        (["prune", ".", "--keep", "0"], "argument --keep: 0 must be a whole number of at least 1"),
-    ],
-    ids=lambda case: " ".join(case) if isinstance(case, list) else "",
-)
+@pytest.mark.parametrize(("arguments", "text"), CASES["wrong checkpoints"])
 def test_wrong_input_is_told(arguments: list[str], text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name in ("empty", "step-00000007"):

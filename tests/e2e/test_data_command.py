@@ -12,7 +12,7 @@ import pytest
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.e2e import processes
-from tests.e2e.command import Outcome, imported_first, outcome, shardwise, start, within
+from tests.e2e.command import CASES, Outcome, imported_first, outcome, shardwise, start, within
 from tests.e2e.test_pages import assert_shown, blocks
 from tests.loopback_files import serve
 from tests.unit.data import hdf5_shards
@@ -25,6 +25,7 @@ TRAINING = (
     *("train", "gpt-tiny", "model.num_hidden_layers=2", "train.steps=2", "train.global_batch=4"),
     *("train.sequence_length=32", "log.tensorboard=false", "data.path=a"),
 )
+BAD = CASES["wrong data"]
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +109,6 @@ def working_in(at: Path) -> list[str]:
             if (place / "cwd").readlink() == at:
                 found.append(place.name)
     return found
-
-
-TO_OUT = "out --tokenizer vocabulary"
-BAD = {
-    f"prepare no-such.txt {TO_OUT}": "INPUT (no-such.txt) does not exist",
-    f"prepare a.jsonl {TO_OUT} --config en": "--config (en) must be left out with INPUT",
-    f"prepare a.jsonl {TO_OUT} --format hdf5 --whole-word": "--format (hdf5) must be megatron, or left out: a run cuts",
-    f"prepare a.jsonl {TO_OUT} --sequence-length 64": "--sequence-length must be left out: a run cuts",
-    "prepare raw.bin out --append-eod": "--append-eod must be left out with raw tokens",
-    "prepare a.jsonl out": "--tokenizer is missing: text becomes tokens by one",
-    f"prepare a.jsonl {TO_OUT} --eod-token 5": "--eod-token must be left out with text",
-    "inspect no-such": "PATH (no-such) does not exist in ",
-}
 
 
 @pytest.mark.parametrize("line", BAD)

@@ -39,13 +39,10 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") is None:
             self.saving.saver.wait()
             if filler.exists():
                 filler.unlink()
-        if name in ("full", "full at a stop"):
-            filler.write_bytes(bytes(shutil.disk_usage("disk").free - 150 * 1024))
-        if name == "full in the middle":
-            filler.write_bytes(bytes(shutil.disk_usage("disk").free - 150 * 1024))
-            Root.free_bytes = untrue
-        if name == "full to the brim":
-            filler.write_bytes(bytes(shutil.disk_usage("disk").free))
+        if name is not None and name.startswith("full"):
+            left = 0 if name == "full to the brim" else 150 * 1024
+            filler.write_bytes(bytes(shutil.disk_usage("disk").free - left))
+        if name in ("full in the middle", "full to the brim"):
             Root.free_bytes = untrue
         if name == "full at a stop":
             os.kill(os.getpid(), signal.SIGTERM)

@@ -17,7 +17,7 @@ from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise_use.cli import evaluate, generate
 from tests.arch.source import ROOT
 from tests.e2e import processes
-from tests.e2e.command import ALONE, UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
+from tests.e2e.command import ALONE, CASES, UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.e2e.test_pages import assert_shown, blocks
 from tests.hugging_face import save
@@ -119,20 +119,7 @@ def test_a_hugging_face_folder(foreign: Path) -> None:
     assert "perplexity" not in both
 
 
-NOT_FINITE = "must have finite weights, and it has values that are NaN or infinite in transformer.ln_f.bias"
-
-
-WRONG: dict[str, tuple[str, str]] = {
-    "weights that are NaN": ("evaluate diverged data.path=own.txt", f"diverged) {NOT_FINITE}"),
-    "no such folder": ("evaluate ./nowhere", "CHECKPOINT (./nowhere) must be a folder with weights"),
-    "another key": ("evaluate gpt optimizer.lr=1", "optimizer.lr: evaluate reads data.*"),
-    "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
-    "ranks beside a copy": (
-        "generate gpt --prompt a parallel.tensor=2 --nproc 3",
-        "--nproc (3) must be parallel.tensor (2): ",
-    ),
-    "a long prompt": ("generate gpt --prompt-file own.txt", "must be at most model.max_position_embeddings (24)"),
-}
+WRONG = CASES["wrong use"]
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -169,15 +156,8 @@ def test_a_text_is_continued_as_generate_continues_it(trained: Trained) -> None:
     once = chat(trained, "chat", run, *greedy, lines="The ring\n")
     assert once.code == 0, once.err
     assert f"The ring{once.out}" == expected.out
-    cut = chat(
-        trained,
-        "generate",
-        run,
-        "--interactive",
-        *greedy,
-        "parallel.tensor=2",
-        lines="The ring\n\n/reset\n\nThe ring\n",
-    )
+    twice = "The ring\n\n/reset\n\nThe ring\n"
+    cut = chat(trained, "generate", run, "--interactive", *greedy, "parallel.tensor=2", lines=twice)
     # The second answer continues the first one. After the reset an empty line is refused, and the last text is new.
     assert "there is no text yet" in cut.err
     assert cut.out.startswith(once.out)

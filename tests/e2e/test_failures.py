@@ -143,18 +143,9 @@ def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> No
     """1.5 GB are enough for torch and the model; the hidden states of 2^15 sequences are not."""
     samples = 1 << 15
     limit = 1500 << 20
-    sizes = (f"train.global_batch={samples}", f"train.micro_batch={samples}")
+    sizes = (f"train.global_batch={samples}", f"train.micro_batch={samples}", "model.hidden_size=512")
     process = subprocess.Popen(
-        [
-            *ALONE,
-            "train",
-            miniature(tmp_path),
-            *sizes,
-            "model.hidden_size=512",
-            "train.eval_every=0",
-            "--run-dir",
-            "run",
-        ],
+        [*ALONE, "train", miniature(tmp_path), *sizes, "train.eval_every=0", "--run-dir", "run"],
         cwd=tmp_path,
         env=environment(RAYON_NUM_THREADS="1"),
         stdout=subprocess.PIPE,

@@ -48,25 +48,21 @@ def loss_of(model: nn.Module, batches: Iterable[Batch]) -> float:
     return total / counted
 
 
-def evaluation_loss(folder: Path, config: Config) -> float:
-    """Of a Hugging Face folder on the held-out batches."""
+def loss_on(part: str, folder: Path, config: Config) -> float:
+    """Of a Hugging Face folder on the held-out batches ("eval"), or on the first global batch ("train")."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     train = config.train
-    batches = TokenBatches(prepared(config).tokens["eval"], train.sequence_length, train.seed)
-    return loss_of(model, batches.eval_batches(train.eval_batches, train.global_batch, 0, 1, train.micro_batch))
-
-
-def first_loss(folder: Path, config: Config) -> float:
-    """Of a Hugging Face folder on the first global batch."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    train = config.train
-    batches = TokenBatches(prepared(config).tokens["train"], train.sequence_length, train.seed)
-    return loss_of(model, batches.local_batch(0, train.global_batch, 0, 1, train.micro_batch))
+    batches = TokenBatches(prepared(config).tokens[part], train.sequence_length, train.seed)
+    place = (train.global_batch, 0, 1, train.micro_batch)
+    is_first = part == "train"
+    return loss_of(
+        model, batches.local_batch(0, *place) if is_first else batches.eval_batches(train.eval_batches, *place)
+    )
 
 
 def test_transformers_gets_our_evaluation_loss_and_tokenizer(trained: Trained) -> None:
     ours = metrics(trained.run, "eval")[-1]["loss"]
-    theirs = evaluation_loss(weights(trained), trained.config)
+    theirs = loss_on("eval", weights(trained), trained.config)
     assert abs(theirs - ours) <= 1e-5 * ours, (
         f"transformers computes {theirs!r} from the final weights, the run ended at {ours!r}"
     )
@@ -129,7 +125,7 @@ def test_a_run_starts_from_what_transformers_saved(pretrained: Path, started: tu
     start, steps = metrics(run, "start")[0], metrics(run, "step")
     assert start["loaded"] == str(pretrained)
     assert steps[0]["step"] == 1
-    wanted = first_loss(pretrained, load_config("gpt-tiny"))
+    wanted = loss_on("train", pretrained, load_config("gpt-tiny"))
     assert abs(steps[0]["loss"] - wanted) <= 1e-5 * wanted, (
         f"transformers computes {wanted!r} on the first batch, the run starts at {steps[0]['loss']!r}"
     )

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from shardwise.config import load_config
 from shardwise.distributed.mesh import Mesh
 from shardwise_watch.curves import LOSSES
 from tests.arch.source import ROOT
-from tests.e2e.command import metrics, miniature, shardwise, within
+from tests.arch.test_docs import manifests
+from tests.e2e.command import metrics, miniature, outcome, shardwise, start, within
 from tests.e2e.test_pages import assert_shown, blocks
 
 PAGE = (ROOT / "docs" / "outputs.md").read_text(encoding="utf-8")
@@ -27,6 +29,7 @@ STEPS = 12  # more than warm up
 MESSAGES = [{"role": "user", "content": "What does a baker make?"}, {"role": "assistant", "content": "Bread."}]
 FOLDER = ROOT / "docs" / "tutorials"
 TUTORIAL_PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+PODS = 2
 
 
 def shape(line: str) -> str:
@@ -125,3 +128,25 @@ def test_what_a_page_names_exists(page: str) -> None:
         assert not test or test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
     for module in re.findall(r"`python -m ([\w.]+)`", prose):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+
+
+@pytest.mark.slow
+def test_pods_with_the_variables_of_the_manifest_train_together(tmp_path: Path) -> None:
+    job: Any = manifests()[1]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert variables["PET_NNODES"] == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
+    # As one machine has them: fewer pods, a rank each, on loopback.
+    variables |= {"PET_NNODES": str(PODS), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    torchrun, *words = container["command"]
+    assert torchrun == "torchrun"
+    words[words.index("llama2-7b")] = miniature(tmp_path)
+    program = (sys.executable, "-m", "torch.distributed.run")
+    pods = [
+        start(*words, *container["args"], at=tmp_path, program=program, **(variables | {"PET_NODE_RANK": str(number)}))
+        for number in range(PODS)
+    ]
+    for pod in pods:
+        assert outcome(pod).code == 0
+    results = json.loads((tmp_path / "runs/llama2-7b/results.json").read_text())
+    assert results["layout"]["ranks"] == PODS

@@ -30,6 +30,7 @@ from tests.dist.test_families import gradients_of
 from tests.e2e.command import ALONE, Outcome, metrics, outcome, shardwise, start
 from tests.e2e.test_pages import assert_shown
 from tests.e2e.test_pages import blocks as page_blocks
+from tests.sweeps import few
 
 EXAMPLE = ROOT / "examples" / "own_model"
 PLAIN, SHARDED = ((EXAMPLE / name).read_text(encoding="utf-8") for name in ("plain.py", "sharded.py"))
@@ -39,6 +40,7 @@ STEPS, OPTIONAL = (
 PAGE = STEPS + OPTIONAL
 MAX_CHANGED = 60
 RECIPE = "examples/own_model/own.yaml"
+SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
 
 
 def blocks(language: str, page: str = PAGE) -> list[str]:
@@ -290,9 +292,6 @@ def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
     assert not [*(tmp_path / "runs").iterdir()], "a first start that is refused must leave no run behind"
 
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
-
-
 def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("zero1_example", SCRIPT)
     module = importlib.util.module_from_spec(spec)
@@ -321,19 +320,10 @@ def reference() -> tuple[float, float]:
     return first, loss_of(example.STEPS).item()
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param([], id="alone"),
-        # The batch does not divide by 3.
-        pytest.param(
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"],
-            id="torchrun-3",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_trains_as_plain_adamw(launcher: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", few([1, 3], 1))
+def test_trains_as_plain_adamw(size: int, tmp_path: Path) -> None:
+    """The batch does not divide by 3."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"] if size > 1 else []
     first, wanted = reference()
     assert wanted < 0.9 * first, "the example does not learn, so its loss shows nothing"
     done = outcome(start(at=tmp_path, program=(sys.executable, *launcher, str(SCRIPT))), timeout=120)

@@ -16,15 +16,10 @@ from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.summary import _PROCESS_BYTES
 from shardwise_watch.run import RunView
 from shardwise_watch.run_snapshot import run_snapshot
-from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
+from tests.e2e.command import CASES, UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
 
-STEP_FIELDS = [
-    "event", "step", "time", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
-    "tokens_per_second_per_device", "samples_per_second", "mfu", "peak_tokens_per_second", "step_seconds",
-    "peak_memory_bytes", "loss_spike", "split_seconds", "waited_seconds", "communication_bytes", "memory_bytes",
-    "straggler",
-]  # fmt: skip
+STEP_FIELDS = CASES["fields of a step"]
 RECIPES = ["glm4-moe-tiny", "llama2-tiny", "mixtral-tiny", "olmoe-tiny", "qwen3-moe-tiny"]
 
 
@@ -78,9 +73,8 @@ def test_steps_events_ranks_and_the_environment_are_recorded(trained: Trained) -
     assert events == ["start", "eval", "step", "step", "eval", "step", "step", "eval", "checkpoint", "stop"]
     (start,), (stop,) = metrics(trained.run, "start"), metrics(trained.run, "stop")
     assert start["parameters"] == parameter_count(trained.config.model)
-    assert start["memory_expected_bytes"] == dict(
-        expected_memory(trained.config, check_layout(trained.config, 2)).rows()
-    )
+    memory = expected_memory(trained.config, check_layout(trained.config, 2))
+    assert start["memory_expected_bytes"] == dict(memory.rows())
     assert (stop["step"], stop["reason"]) == (4, "finished")
     evaluations = metrics(trained.run, "eval")
     assert [one["step"] for one in evaluations] == [0, 2, 4], "evaluated before, on the way and at the end"
@@ -119,13 +113,8 @@ def test_every_file_of_the_contract_is_there(trained: Trained) -> None:
     weights |= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     optimizer = {"manifest.json", *(f"optimizer/rank-0000{rank}.safetensors" for rank in (0, 1))}
     assert found - event_files == {
-        ".lock",
-        "config.yaml",
-        "environment.json",
-        "run.json",
-        "checkpoints/run.json",
-        "metrics.jsonl",
-        "results.json",
+        *(".lock", "config.yaml", "environment.json", "run.json", "checkpoints/run.json"),
+        *("metrics.jsonl", "results.json"),
         *(f"ranks/rank-000{rank}.jsonl" for rank in (0, 1)),
         *(f"logs/rank-000{rank}.log" for rank in (0, 1)),
         *(f"checkpoints/step-00000004/{name}" for name in weights | optimizer),
@@ -158,12 +147,8 @@ def test_every_file_of_the_contract_is_there(trained: Trained) -> None:
 @pytest.mark.slow
 def test_the_same_layout_trains_the_same_bits(trained: Trained, tmp_path: Path) -> None:
     """Inside torchrun, as a cluster's script starts it, and ended early: the schedule stays that of train.steps."""
-    again = shardwise(
-        *("train", miniature(tmp_path), "parallel.tensor=2", "parallel.sequence=true", "train.stop_after=3"),
-        "precision.mode=float32",
-        at=tmp_path,
-        program=UNDER_TORCHRUN,
-    )
+    keys = ("parallel.tensor=2", "parallel.sequence=true", "train.stop_after=3", "precision.mode=float32")
+    again = shardwise("train", miniature(tmp_path), *keys, at=tmp_path, program=UNDER_TORCHRUN)
     assert again.code == 0, again.err
     # The ranks that do not make the folder make none of their own.
     (run,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())

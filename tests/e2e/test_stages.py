@@ -132,7 +132,7 @@ def mixed_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "more.jsonl").write_text("\n".join(stories), encoding="utf-8")
     recipe = miniature(folder)
-    command = ("train", recipe, *MIXED_TRAINING, f"data.stages={STAGES}")
+    command = ("train", recipe, *MIXED_TRAINING, f"data.stages={MIXED_STAGES}")
     shardwise(*command, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
     shardwise(*command, "--run-dir", "cut", "parallel.pipeline=2", "--nproc", "2", at=folder).succeeded()
     return folder

@@ -1,6 +1,7 @@
 """Runs that are stopped: a checkpoint is saved, exit code 75 says so, and the same command goes on."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -27,6 +28,7 @@ from tests.e2e.command import (
     start,
     within,
 )
+from tests.loopback_hooks import SECRET, serve
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "--run-dir", "run")
 NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)\n"
@@ -74,10 +76,8 @@ def go_on(folder: Path, step: int, *arguments: str) -> None:
     assert (run / "environment-0001.json").exists()
     before = (run / "metrics.jsonl").read_bytes()
     finished = within(*again, *arguments, at=folder).succeeded()
-    assert re.fullmatch(
-        rf"the run in run is finished: {step + 1:,} of {step + 1:,} steps, results in run/results.json; .*\n",
-        finished.out,
-    )
+    told = rf"the run in run is finished: {step + 1:,} of {step + 1:,} steps, results in run/results.json; .*\n"
+    assert re.fullmatch(told, finished.out)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
@@ -181,3 +181,35 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path: Path) -> No
     (stop,) = metrics(tmp_path / "run", "stop")
     assert stop["reason"] == "stopped by SIGHUP"
     assert (tmp_path / f"run/checkpoints/step-{stop['step']:08d}/manifest.json").exists()
+
+
+def test_the_end_is_told_once_and_what_fails_is_a_warning(tmp_path: Path) -> None:
+    with serve() as hooks:
+        targets = [hooks.address(), hooks.address("404"), "env:CHAT", "tee told.json", "missing-command"]
+        targets.append(f"false -d @- https://127.0.0.1:1/a,{SECRET}")
+        keys = ("parallel.tensor=2", "train.eval_every=0", "log.sample_tokens=0", f"log.notify={json.dumps(targets)}")
+        ended = shardwise("train", miniature(tmp_path), *keys, at=tmp_path, CHAT=hooks.address())
+    run = (tmp_path / "runs/latest").resolve()
+    assert ended.code == 0
+    first, second = hooks.notices
+    assert first == second == json.loads((tmp_path / "told.json").read_text())
+    last = metrics(run, "step")[-1]
+    told = [first[name] for name in ("event", "run", "step", "loss", "reason", "exit_code")]
+    assert told == ["end", run.name, 4, last["loss"], "finished", 0]
+    warnings = [line for line in ended.complaint.splitlines() if line.startswith("warning: log.notify: ")]
+    assert [line.split(": ")[-1] for line in sorted(warnings)] == ["it ended with exit code 1", "Not Found"], ended.err
+    missing = "log.notify: missing-command: no program missing-command on the PATH"
+    assert [(event["step"], event["text"]) for event in metrics(run, "warning")] == [(0, missing)]
+    for path in run.rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), path
+    assert SECRET not in ended.out + ended.err
+    dry = within("train", str(run / "config.yaml"), "--dry-run", "--full", at=tmp_path)
+    assert dry.code == 0
+    assert SECRET not in dry.out
+    for text in (
+        missing,
+        r"log.notify: http://localhost:\d+/\(redacted\): config.yaml keeps no path",
+        "log.notify: env:CHAT: the variable must be set",
+    ):
+        assert re.search(rf"^# warning +{text}", dry.out, re.MULTILINE), dry.out

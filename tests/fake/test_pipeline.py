@@ -24,8 +24,7 @@ from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.models.blocks import gives_losses
 from shardwise.pipeline.partition import stage_plan
 from shardwise.train.build import build_trainer
-from tests.dist.cells import sent
-from tests.dist.test_cells import compare
+from tests.dist.cells import check_sent, sent
 from tests.sweeps import few
 
 WORLD = {"gpt3-175b": 256, "gpt3-23b": 128}
@@ -118,7 +117,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
         )
     found, calls = sent(mesh)
     expected = wire_bytes(step_transfers(config, layout, pipeline_rank=rank))
-    compare(found, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
+    check_sent(found, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
     losses = [gives_losses(part) for part in trainer.model]
     assert any(losses) == any(each.is_last for each in plan)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < MOST_BYTES

@@ -10,39 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.config import load_config
+from shardwise.data.open_data import prepare_data
+from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import cases
 from tests.e2e.command import metrics, shardwise
-from tests.golden.training import Curve, fingerprint, train
 from tests.sweeps import few
 
 CURVES = Path(__file__).parent / "curves"
-SHARDED = ["--nproc", "4", "parallel.tensor=2", "parallel.sequence=true", "optimizer.zero=1", "train.micro_batch=4"]
-# By recipe, how the command is started.
-RECIPES = {
-    "llama2-tiny": SHARDED,
-    "llama3-tiny": SHARDED,
-    "gpt-tiny": SHARDED,
-    "gpt-neox-tiny": SHARDED,
-    "bert-tiny": SHARDED,
-    "gpt2-xl-tiny": ["--nproc", "2", "train.micro_batch=4"],  # 5 heads: TP 1 with ZeRO-1
-    "olmoe-tiny": ["--nproc", "2", "train.micro_batch=4", "parallel.expert=2"],
-}
+RECIPES = cases("golden recipes")
 TOLERANCE = 1e-5
-# One process, and the command, accumulate as the recipe says; the others take the batch at once, which is faster and
-# must not matter either.
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "one-process": (1, []),
-    "tp2": (2, ["train.micro_batch=8", "parallel.tensor=2"]),
-    "tp2-sp": (2, ["train.micro_batch=8", "parallel.tensor=2", "parallel.sequence=true"]),
-    "dp2-zero0": (2, ["train.micro_batch=4", "optimizer.zero=0"]),
-    "dp2-zero1": (2, ["train.micro_batch=4", "optimizer.zero=1"]),
-    "dp2-ep2": (2, ["train.micro_batch=4", "parallel.expert=2"]),
-    "tp2-dp2-sp-zero1": (4, ["train.micro_batch=4", "parallel.tensor=2", "parallel.sequence=true"]),
-}
+Curve = dict[str, list[float]]
+LAYOUTS = cases("golden layouts")
 # Every layout of every family: tests/dist/test_cells.py. In one process, the Llama is the one with scaled positions.
 CELLS = [("llama2-tiny", layout) for layout in LAYOUTS if "ep" not in layout]
 CELLS += [(recipe, "one-process") for recipe in RECIPES if recipe != "llama2-tiny"]
+
+
+def train(recipe: str, overrides: list[str], cache: Path, steps: int | None = None) -> Curve:
+    """Loss and gradient norm of the first steps, or of all, on this rank, by the names of metrics.jsonl."""
+    torch.set_num_threads(1)
+    config = load_config(recipe, overrides)
+    mesh = shared_mesh(config.parallel.tensor, expert=config.parallel.expert)
+    trainer = build_trainer(config, mesh, prepare_data(config, cache))
+    records = [trainer.step() for _ in range(steps or config.train.steps)]
+    return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}
+
+
+def fingerprint(recipe: str, cache: Path) -> str:
+    """Of the recipe's data, tokens included."""
+    return prepare_data(load_config(recipe, []), cache).fingerprint
 
 
 @pytest.fixture(scope="module")

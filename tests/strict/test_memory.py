@@ -3,6 +3,7 @@
 The allocator of CUDA rounds each block up to 512 bytes, which the estimate leaves out.
 """
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.dist.training import FAMILIES, Sections, make_config, named
 from tests.rank_pool import Pools, RankPool
 from tests.strict import device
 from tests.strict.ranks import default_device, step_peak
+from tests.sweeps import few
 
 TOLERANCE = 0.02
 OFTEN = {
@@ -26,16 +28,8 @@ OFTEN = {
     ("bert", None, "full", "bfloat16"),
 }
 """Each finds another part of the estimate: norms and loss, masks and tied weights, stochastic rounding."""
-CELLS = [
-    pytest.param(*cell, id="-".join(map(str, cell)), marks=() if cell in OFTEN else pytest.mark.slow)
-    for cell in [
-        (model, dropout, recompute, mode)
-        for model in FAMILIES
-        for dropout in (None, "fast", "invariant")
-        for recompute in RECOMPUTE
-        for mode in ("float32", "mixed", "bfloat16")
-    ]
-]
+MODES = ("float32", "mixed", "bfloat16")
+CELLS = few(itertools.product(FAMILIES, (None, "fast", "invariant"), RECOMPUTE, MODES), *OFTEN)
 WAITS = {"StepMeters.read": 1}
 """By the function that makes the host wait."""
 CELLS.append(pytest.param("llama", None, "none", "mixed, bfloat16 moments", id="bfloat16 moments"))
@@ -90,9 +84,7 @@ def step(config: Config, default: bool) -> device.Counters:
     return found
 
 
-@pytest.mark.parametrize(
-    "default", [pytest.param(False, id=""), pytest.param(True, id="default device", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("default", few([False, True], False))
 @pytest.mark.parametrize(
     ("world", "sections"),
     named("waits", "invariant dropout, full recompute", "TP 2 and sequence parallelism", "PP 2", "DP 2 with ZeRO-3"),

@@ -18,8 +18,10 @@ from shardwise.train.step_meters import state_bytes_by_kind
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import Sections, make_config, named
 from tests.rank_pool import Pools
+from tests.sweeps import few
 
 STEPS = 4
+OFTEN = ((2, 1, torch.bfloat16), (2, 3, torch.bfloat16))
 WIDTH = 40
 """No multiple of a bucket's alignment: there are gaps between parameters, and fresh memory there is NaN."""
 
@@ -39,17 +41,8 @@ def own_loop(stage: int, dtype: torch.dtype, offload: bool) -> tuple[list[float]
     """Losses, parameters at the end, and the norms of the parameters, of a loop with all that a user may do between."""
     torch.manual_seed(3)
     model = Blocks(dtype)
-
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        torch.optim.AdamW,
-        lr=0.02,
-        max_norm=0.5,
-        stage=stage,
-        model=model,
-        offload=offload,
-        bucket_mib=0.005,
-    )
+    options = {"lr": 0.02, "max_norm": 0.5, "stage": stage, "offload": offload, "bucket_mib": 0.005}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, model=model, **options)
     assert all(bucket.on_host == offload for bucket in optimizer.buckets)
     assert all((bucket.master.device.type == "cpu") == offload for bucket in optimizer.buckets)
     losses, norms = [], []
@@ -76,12 +69,7 @@ def own_loop(stage: int, dtype: torch.dtype, offload: bool) -> tuple[list[float]
 
 @pytest.mark.parametrize(
     ("world", "stage", "dtype"),
-    [
-        pytest.param(1, 0, torch.float32, marks=pytest.mark.slow),
-        (2, 1, torch.bfloat16),
-        pytest.param(2, 2, torch.float32, marks=pytest.mark.slow),
-        (2, 3, torch.bfloat16),
-    ],
+    few([(1, 0, torch.float32), (2, 1, torch.bfloat16), (2, 2, torch.float32), (2, 3, torch.bfloat16)], *OFTEN),
 )
 def test_the_host_computes_the_same_updates(world: int, stage: int, dtype: torch.dtype, strict: Pools) -> None:
     """With the same kernels to the bit. The norm of parameters is that of the rounded ones, off by 2^-9 at most."""

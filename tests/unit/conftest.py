@@ -15,3 +15,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+@pytest.fixture
+def recipe(own_folder: Path) -> str:
+    """A recipe that trains in a moment."""
+    from tests.e2e.command import MINIATURE  # most tests do without
+
+    (own_folder / "small.yaml").write_text(MINIATURE)
+    return "small.yaml"

@@ -88,7 +88,7 @@ _TEXT = 68  # columns that a text takes at most, nearly always
 
 @dataclass
 class progress:
-    """The progress of a `with` statement's body, which is given a function to call with each amount that it has done.
+    """A terminal's bar, or lines of a log, on the body of a `with` statement: it gets a function to call by amounts.
 
     Attributes:
         total: amount of all the work; None if it is unknown.

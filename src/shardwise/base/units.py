@@ -95,7 +95,7 @@ _PRICE_FORM = r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?(?:/(device|chip|node))?(?:/hour
 
 @dataclass(frozen=True)
 class Price:
-    """The price of a device, a chip of several devices, or a node, for an hour."""
+    """A price with its currency and unit: of a device, a chip of several devices, or a node, for an hour."""
 
     amount: float
     currency: str

@@ -13,7 +13,6 @@ with --nproc. `shardwise train --run-dir FOLDER` continues it after a stop.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +29,15 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
 from shardwise.cli.help import add_overrides
-from shardwise.config import Config, changed_size_stages, check_layout, fixed_changes, resume_changes
-from shardwise.config.load import apply_overrides, config_from_sections
+from shardwise.config import (
+    Config,
+    apply_overrides,
+    changed_size_stages,
+    check_layout,
+    config_from_sections,
+    fixed_changes,
+    resume_changes,
+)
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_config
 
@@ -44,15 +50,12 @@ _CHANGEABLE = ("data.mixture", "data.stages")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "parent", metavar="RUN@STEP", help="the parent's folder, and the step of a checkpoint (default: the newest)"
-    )
+    add = parser.add_argument
+    add("parent", metavar="RUN@STEP", help="the parent's folder, and the step of a checkpoint (default: the newest)")
     add_overrides(parser, "train.steps=1200", "parent")
-    parser.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="the branch's folder (default: runs/RUN-STEP-YYYYMMDD-HHMMSS)"
-    )
-    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: as of `train`)")
-    parser.add_argument("--prepare", action="store_true", help="make the folder, and train nothing")
+    add("--run-dir", metavar="DIR", type=Path, help="the branch's folder (default: runs/RUN-STEP-YYYYMMDD-HHMMSS)")
+    add("--nproc", metavar="N", type=int, help="number of local ranks (default: as of `train`)")
+    add("--prepare", action="store_true", help="make the folder, and train nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,8 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Last: with its configuration the folder is that of a run.
         folder.write_config(dump_yaml(config.recorded()))
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder.path)
+        shutil.rmtree(folder.path, ignore_errors=True)
         if isinstance(error, StoreError | OSError):
             raise ConfigError(f"the checkpoint of step {step:,} cannot be linked or copied: {error}") from None
         raise

@@ -58,8 +58,7 @@ class PreparedFolder:
 def _claim(locks: ExitStack, run_path: Path) -> None:
     """Hold the folder's lock until `locks` is left; forget stop requests to, and the failure of, an earlier start.
 
-    Raises:
-        ConfigError: another process runs there; it is named, and nothing of its run is touched.
+    ConfigError: another process runs there; it is named, and nothing of its run is touched.
     """
     lock = locks.enter_context(RunLock(run_path))
     if lock.problem is not None:
@@ -75,9 +74,7 @@ def is_finished_run(locks: ExitStack, config: Config, run_path: Path, place: Ran
     """Before a command trains, claim a folder that exists; True if its run has taken all steps, as rank 0 then prints.
 
     Where `checkpoint.resume` names a step it is False: the checkpoints alone tell whether the run went back already.
-
-    Raises:
-        ConfigError: the run that is there cannot continue with this configuration, or another process runs there.
+    ConfigError: the run that is there cannot continue with this configuration, or another process runs there.
     """
     leads = place is None or place.rank == 0
     directory = RunDirectory(run_path)
@@ -119,10 +116,8 @@ def prepare_run(
 def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str], None] | None) -> None:
     """Prepare a run: fetch what keys name by a hub id, and tokenize data; one of the processes with one cache does it.
 
-    A run that continues has its own weights and tokenizer, so that those of `checkpoint.load` may be gone.
-
-    Raises:
-        ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
+    A run that continues has its own weights and tokenizer, so that those of `checkpoint.load` may be gone. ConfigError:
+    there are no such weights, tokenizer or data, or they cannot be read.
     """
     weights = None if config.checkpoint.load is None else continued_checkpoint(config.checkpoint, run_path)
     if weights is None and config.checkpoint.load is not None:

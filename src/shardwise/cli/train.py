@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,29 +60,26 @@ _COMPILER = ("torch._dynamo.aot_compile", "torch._inductor.compile_fx", "torch.u
 
 def configure(parser: argparse.ArgumentParser) -> None:
     recipe_help = f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)"
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_help)
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", nargs="?", help=recipe_help)
     add_overrides(parser, "train.steps=100")
-    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
+    add("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
     run_dir_help = "the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)"
-    parser.add_argument("--run-dir", metavar="DIR", type=run_folder, help=run_dir_help)
+    add("--run-dir", metavar="DIR", type=run_folder, help=run_dir_help)
     change_help = "a key, such as data.stages, that may differ from the run that is continued; may be repeated"
-    parser.add_argument("--change", metavar="KEY", action="append", default=[], help=change_help)
-    parser.add_argument(
+    add("--change", metavar="KEY", action="append", default=[], help=change_help)
+    add(
         "--dry-run",
         action="store_true",
         help="print layout, batch, memory and disk needed, and the keys that differ from their defaults; check that "
         "data, tokenizer and weights can be read; start nothing; of a run in --run-dir, tell where it would go on and "
         "what changes",
     )
-    parser.add_argument(
-        "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
-    )
+    add("--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults")
     device_help = "with --dry-run: size for this device, which this machine need not have, with N devices on a node"
-    parser.add_argument("--device", metavar="DEVICE[:N]", help=device_help)
-    parser.add_argument(
-        "--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)"
-    )
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
+    add("--device", metavar="DEVICE[:N]", help=device_help)
+    add("--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)")
+    add("--json", action="store_true", help="with --dry-run: print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -197,8 +193,7 @@ def check_user_code(config: Config) -> None:
 def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
     """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too.
 
-    Raises:
-        ConfigError: with all problems of ranks, batch, layout, code, data, tokenizer and weights.
+    ConfigError: with all problems of ranks, batch, layout, code, data, tokenizer and weights.
     """
     run_path: Path | None = arguments.run_dir
     problems = Problems()
@@ -455,6 +450,21 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     return config.with_batch(kept)
 
 
+def load_recipe(recipe: str, overrides: list[str]) -> Config:
+    """The configuration of a command's recipe; of a model, with a line for the user on what is taken of it.
+
+    A rank opens a hub id from the cache, which the process that launched it has filled.
+    """
+    launched = is_launched()
+    config = load_config(recipe, overrides, cached=launched)
+    place = joined()
+    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
+        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
+
+        output.progress(model_recipe_remark(recipe, config))
+    return config
+
+
 def _config(arguments: argparse.Namespace) -> Config:
     config = load_recipe(arguments.recipe, arguments.overrides)
     config.let_change(check_changes(arguments.change))
@@ -504,18 +514,3 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     except EndedError as error:
         raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0
-
-
-def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
-    """The configuration; of a model, with a line for the user on what is taken of it and on the defaults.
-
-    A rank opens a hub id from the cache, which the process that launched it has filled.
-    """
-    launched = is_launched()
-    config = load_config(recipe, overrides, cached=launched)
-    place = joined()
-    if not launched and (place is None or place.rank == 0) and is_model_recipe(recipe):
-        from shardwise.config.model_recipes import model_recipe_remark  # costly to import, for a model alone
-
-        output.progress(model_recipe_remark(recipe, config))
-    return config

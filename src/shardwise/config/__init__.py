@@ -2,7 +2,6 @@
 
 from shardwise.config.data import BUILT_IN_TEXTS, CHAT, CHAT_KEYS, DataConfig, names_chat
 from shardwise.config.decoders import DecoderConfig, LlamaConfig
-from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import check_layout
@@ -14,7 +13,7 @@ from shardwise.config.load import (
     load_config,
     load_config_with_values,
 )
-from shardwise.config.model import ModelConfig, UserModelConfig, family_config, weight_names
+from shardwise.config.model import PLAIN_MODULE, ModelConfig, UserModelConfig, family_config, weight_names
 from shardwise.config.optimizer import Frequency, OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import Schedule
 from shardwise.config.precision import DTYPE_BYTES, DtypeName, Matmul, Precision, PrecisionConfig, Rounding
@@ -51,8 +50,8 @@ from shardwise.config.size_stages import (
 )
 
 __all__ = [
-    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "BertConfig", "CheckpointConfig",
-    "CompileConfig", "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName", "EvaluationConfig",
+    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "PLAIN_MODULE", "BertConfig", "CheckpointConfig",
+    "CompileConfig", "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName",
     "FamilyConfig", "Frequency", "GPTConfig", "GPTNeoXConfig", "Layout", "LlamaConfig", "LogConfig", "Matmul",
     "ModelConfig", "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding",
     "Schedule", "TrainConfig", "UserModelConfig", "apply_overrides", "changed_size_stages", "check_changes",

@@ -562,7 +562,7 @@ _TARGET_RULE = (
 
 
 def notice_target_problem(target: str) -> str | None:
-    """Return why a target of `log.notify` cannot be used, without the secrets in it; None for one that can."""
+    """Check a value of the key `log.notify`: return why it cannot be used, without its secrets; None if it can."""
     if target.startswith(TARGET_VARIABLE):
         name = target.removeprefix(TARGET_VARIABLE)
         is_right = re.fullmatch(r"[A-Za-z_]\w*", name) is not None and not recorded_variables({name: ""})

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name, raise_problems
-from shardwise.config import EvaluationConfig, ModelConfig, TrainConfig
+from shardwise.config import ModelConfig, TrainConfig
+from shardwise.config.evaluation import EvaluationConfig
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]

@@ -472,8 +472,6 @@ def trace_problem(error: BaseException) -> str | None:
 
 
 class _NamedWork:
-    """A message that was started, whose wait has a name in the profiler."""
-
     def __init__(self, work: Any, name: str) -> None:
         self._work = work
         self._name = name

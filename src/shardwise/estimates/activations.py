@@ -270,7 +270,6 @@ def _norms_by_operations(workload: RankWorkload) -> bool:
 
 
 def _norms_in_float32(workload: RankWorkload) -> bool:
-    """Return whether norms convert bfloat16 to float32, and their output back."""
     return workload.model.norm_has_unit_offset and workload.a != _FLOAT32
 
 
@@ -298,7 +297,6 @@ def _head_norms(workload: RankWorkload) -> int:
 
 
 def _norms_span_ranks(workload: RankWorkload) -> bool:
-    """Return whether a norm of q or k is over the heads of several ranks."""
     return workload.model.query_key_norm == "all_heads" and workload.layout.tensor > 1
 
 

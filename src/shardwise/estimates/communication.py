@@ -141,7 +141,6 @@ def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float]
 
 
 def _transfers(workload: RankWorkload, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
-    """Return the transfers of each micro-batch and those of once a step, without those that send nothing."""
     repeated = [replace(transfer, count=transfer.count * workload.micro_batches) for transfer in micro_batch]
     return [transfer for transfer in repeated + once if transfer.ranks > 1 and transfer.bytes and transfer.count]
 
@@ -297,7 +296,6 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
 
 
 def _weight_scales(workload: RankWorkload) -> Transfer:
-    """The scales of a block's four weights, once a step."""
     count = 0 if workload.config.precision.matmul is None else workload.layers
     return _tensor_transfer(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
 

@@ -182,7 +182,6 @@ def estimated_memory(workload: RankWorkload, limit: float | None = None) -> Memo
 
 
 def _parameter_bytes(workload: RankWorkload) -> int:
-    """Bytes of the parameters that stay from step to step."""
     elements = 0
     for bucket in bucket_shapes(workload):
         is_cut = workload.frees_values and bucket.has_matrices
@@ -203,7 +202,6 @@ def _gradient_bytes(workload: RankWorkload) -> int:
 
 
 def _state_bytes(workload: RankWorkload, *, master: int) -> int:
-    """Return the bytes of the states and of masters of so many bytes, on a data-parallel rank."""
     owned = [(bucket.elements // bucket.slices, bucket.is_orthogonalized) for bucket in bucket_shapes(workload)]
     elements = sum(count for count, _ in owned)
     matrices = sum(count for count, is_orthogonalized in owned if is_orthogonalized)

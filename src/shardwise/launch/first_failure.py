@@ -14,9 +14,8 @@ from pathlib import Path
 
 from shardwise.base import files, parsing, redaction, terminal
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.launch import rank_output
+from shardwise.launch import rank_output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
-from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.failure_record import HEADING
 
 TRACEBACK = "traceback: "
@@ -205,7 +204,7 @@ def _death_text(rank: int, code: int) -> str:
     if code >= 0:
         return f"rank {rank} ended with exit code {code} and named no reason"
     hint = _OWN_DEATHS.get(-code)
-    name = signal_name(-code)
+    name = stop_requests.signal_name(-code)
     return f"rank {rank} was killed ({name}{f'; {hint}' if hint else ''}){see('training#killed-rank')}"
 
 

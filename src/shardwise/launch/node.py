@@ -234,7 +234,6 @@ def launch_on_node(
 
 
 def _failure(error: Exception, node: Node, nproc: int) -> Failure:
-    """Describe an error before the ranks start for the user."""
     rank = node.number * nproc
     if isinstance(error, ShardwiseError):
         return Failure(rank, redacted(counted_text(error)), error.exit_code)
@@ -243,8 +242,6 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
 
 
 def _end_with(control: LauncherConnection, agent: subprocess.Popen[bytes]) -> None:
-    """Kill the agent and its ranks when the supervisor ends the attempt, or is gone."""
-
     def watch() -> None:
         while agent.poll() is None:
             if control.ended is not None:

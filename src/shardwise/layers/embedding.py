@@ -148,7 +148,6 @@ class ReplicatedEmbedding(placement.PlacedModule):
         return F.embedding(self._local(ids), self.weight)
 
     def _local(self, ids: Tensor) -> Tensor:
-        """Return the part of the ids whose rows this rank returns."""
         # Ids have no gradient, so this is a slice, and no rank sends anything.
         return collectives.split_sequence(ids, self.group) if self.sequence_parallel_enabled else ids
 
@@ -270,7 +269,6 @@ class ParallelLMHead(placement.PlacedModule):
 
     @property
     def _chunk_width(self) -> int:
-        """Columns of the logits that a chunk's size is reckoned by."""
         return self.weight.shape[0]
 
     def _ids_of_largest(self, largest: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

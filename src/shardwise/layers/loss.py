@@ -117,11 +117,9 @@ class VocabularyShard:
         return loss.masked_fill(~counted, 0.0), column, is_local, counted
 
     def _row_sums(self, x_NV: Tensor) -> Tensor:
-        """Return the sums over this rank's columns, `[N]`."""
         return x_NV.sum(dim=1)
 
     def _without_padding(self, x_NV: Tensor) -> Tensor:
-        """Return the columns that are no padding."""
         return x_NV[:, : self.columns]
 
     def chunk_width(self, weight_vH: Tensor) -> int:

@@ -110,7 +110,6 @@ class CausalLM(FamilyModel[_Config]):
         return runs_of_places(length, self.context_group.rank, self.context_group.size, self.context_group.parts)
 
     def _joined_norm(self, x: Tensor) -> Tensor:
-        """Return the final norm, whose sums are made part by part."""
         from shardwise.layers.bitwise.replicated import SequenceParts
 
         return SequenceParts(self.norm, self.context_group).joined(self.norm, x)
@@ -127,7 +126,6 @@ class CausalLM(FamilyModel[_Config]):
 
     @property
     def _cuts_samples(self) -> bool:
-        """True if this rank, or each part of its tokens, has a part of each sample."""
         return self.shares_samples and (self.context_group.grain or self.context_group.size) > 1
 
     @cached_property

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from shardwise.base.errors import RAISED, ConfigError, error_text, listing, nearest_name, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import load_user_object
-from shardwise.config import BITWISE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
+from shardwise.config import BITWISE, PLAIN_MODULE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
 from shardwise.config.key_rules import FP8_MULTIPLE
-from shardwise.config.model import PLAIN_MODULE
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import of, placements, unplaced_state
@@ -387,7 +386,6 @@ class _OwnClass:
 
 
 def _keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of `model` that the recipe sets, without `family`."""
     # A key of the user's may have the name of an attribute or a method of the section: `causal`, `json`.
     values = {**vars(model), **(model.model_extra or {})}
     return {key: values[key] for key in sorted(model.model_fields_set) if key != "family"}

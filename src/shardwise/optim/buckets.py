@@ -99,7 +99,6 @@ class Bucket:
         self.attach_gradients()
 
     def _find_leaves(self) -> None:
-        """Find the tensors that get gradients, and the views into which these are summed."""
         self._gradient_views = self._views(self.gradients)
         self.head_gradients: Tensor | None = None
         self._leaves: list[tuple[Leaf, Tensor]] = [*zip(self.parameters, self._gradient_views, strict=True)]
@@ -133,9 +132,6 @@ class Bucket:
             if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
 
-    def _own(self) -> tuple[Tensor, Tensor]:
-        return self.gradients[self.owned], self.values[self.owned]
-
     @property
     def value_bytes(self) -> int:
         """Bytes of the parameters that stay from step to step."""
@@ -145,6 +141,9 @@ class Bucket:
     def gradient_bytes(self) -> int:
         """Bytes of the gradient buffers that stay from step to step."""
         return sum(flat.nbytes for flat in self._gradient_buffers)
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        return self.gradients[self.owned], self.values[self.owned]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's part of a flat buffer, with the parameter's own strides.

@@ -262,7 +262,7 @@ class FreedWeights(FreedGradients):
 
 
 def places_in(model: nn.Module) -> dict[nn.Parameter, UnitPlace]:
-    """Return the places by which the optimizer makes buckets: stage and first unit of each parameter of a model."""
+    """Return the places by which `make_buckets` packs a model's parameters: stage and first unit of each."""
     places: dict[nn.Parameter, UnitPlace] = {}
     for number, stage in enumerate(unit_roots(model)):
         for unit, parameters in enumerate(parameters_by_unit(stage).values()):

@@ -179,7 +179,6 @@ class _HostCopy:
 
 
 def _ahead(items: Iterable[_Item], count: int) -> Iterator[_Item]:
-    """Yield items, each once `count` further ones were drawn."""
     drawn: deque[_Item] = deque()
     for item in items:
         drawn.append(item)

@@ -250,7 +250,6 @@ class _FloatCopy:
 
 
 def _copy(value: Any) -> Any:
-    """Copy an entry of an optimizer's state, to float32 if it is rounded."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.float() if value.dtype == torch.bfloat16 else value.clone()
@@ -298,8 +297,6 @@ class StochasticUpdate(Update):
 
 @dataclass(frozen=True)
 class _FloatSlices:
-    """The `RoundedSlices` of a step, with a float32 copy for the chunks of each bucket."""
-
     copies: Mapping[Bucket, _FloatCopy]
     factor: Tensor | float
     bits: RandomBits

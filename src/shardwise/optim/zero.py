@@ -217,14 +217,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @property
     def _device(self) -> torch.device:
-        """The device of the parameters, trained or frozen; without any, the mesh's."""
         mesh = self._ranks.mesh
         otherwise = torch.device("cpu") if mesh is None else mesh.device
         first = next((p.device for options in self.param_groups for p in options["params"]), otherwise)
         return torch.device("cpu") if first.type == "meta" else first
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
-        """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
             draw_outside_buckets(p)
@@ -413,7 +411,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return self._reduce(measures_weights=False)[0]
 
     def _final_norm(self) -> Tensor:
-        """The gradient norm; raises if the gradients were changed after they were reduced."""
         norms = self._reduce(measures_weights=False)
         for bucket in self.buckets:
             bucket.check_gradients()

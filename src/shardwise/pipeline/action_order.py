@@ -43,8 +43,6 @@ class Action(NamedTuple):  # which is made in half the time of a dataclass: a st
 
 
 class _ScheduleOrder(Protocol):
-    """The order of a schedule."""
-
     def actions(self, p: int, v: int, m: int, r: int) -> tuple[Action, ...]:
         """Return the actions of rank r in one step."""
         ...

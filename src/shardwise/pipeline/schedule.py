@@ -42,7 +42,7 @@ def _make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batche
     torch_class = TORCH_SCHEDULES[parallel.schedule]
     # Classes for one stage on each rank take the stage itself.
     stage_argument = stages[0] if SCHEDULES[parallel.schedule].is_single_stage else stages
-    return torch_class(stage_argument, micro_batches, loss_fn=_sum, scale_grads=False)
+    return torch_class(stage_argument, micro_batches, loss_fn=lambda losses_K, _: losses_K.sum(), scale_grads=False)
 
 
 class Pipeline:
@@ -379,10 +379,6 @@ def _unlogged() -> Iterator[None]:
 def _nothing_left() -> Callable[[], None]:
     """Return the second part of a backward pass that was computed whole: a function that does nothing."""
     return lambda: None
-
-
-def _sum(losses_K: Tensor, _target: Tensor) -> Tensor:
-    return losses_K.sum()
 
 
 def _ignore(_parameter: nn.Parameter) -> None:

@@ -82,7 +82,6 @@ def schedule_picture(
 
 
 def _cells(step: Timeline, rank: int, width: int) -> list[Text]:
-    """Return a rank's step as a text of `width` characters for each unit of time."""
     cells = [Text("·".ljust(width), style=_IDLE) for _ in range(int(step.makespan))]
     first_stage = min(timed.action.stage for timed in step.ranks[rank])
     for timed in step.ranks[rank]:
@@ -115,7 +114,6 @@ def ranks_left_out(count: int) -> str:
 
 
 def _legend(step: Timeline, width: int) -> list[Text]:
-    """Return the meaning of the letters that occur, in lines of at most `width` characters."""
     kinds = {timed.action.kind for row in step.ranks for timed in row}
     parts = [
         Text.assemble((drawing.letter, drawing.first_style), f" {drawing.meaning}")

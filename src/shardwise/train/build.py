@@ -293,7 +293,6 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
 def _optimizer_class(
     hooks: HooksConfig, settings: OptimizerConfig, mesh: Mesh
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of the optimizer's record, or the user's own class, with its arguments."""
     if hooks.optimizer is not None:
         return user_optimizer(hooks, settings)
     spec = settings.spec

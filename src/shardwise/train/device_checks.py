@@ -20,7 +20,7 @@ def out_of_memory_text(
     config: Config, layout: Layout, rank: int, device: torch.device, progress: Progress, error: BaseException
 ) -> str:
     """The error text: phase, rank, bytes by kind, and settings that would help, the most effective first."""
-    from shardwise.train.memory_remedies import remedies_of_rank
+    from shardwise.estimates.memory_choice import remedies_of_rank
 
     accelerator = device.type != "cpu"
     pipeline_rank = layout.pipeline_rank(rank)
@@ -39,7 +39,6 @@ def out_of_memory_text(
 
 
 def _allocator_line(device: torch.device) -> str:
-    """A line on the allocator, with advice where it holds much memory in pieces that are too small."""
     allocator = devices.allocator_bytes(device)
     total = devices.total_memory(device)
     if not allocator:
@@ -132,7 +131,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     total = devices.total_memory(device)
     if expected is None or total is None or expected.total <= total:
         return None
-    from shardwise.train.memory_remedies import remedies_of_rank
+    from shardwise.estimates.memory_choice import remedies_of_rank
 
     limit = f"the {size(total)} of {devices.name(device)}: {remedies_of_rank(config, layout, True, pipeline_rank)}"
     return _require_state_fits(expected.state, expected.total, total, limit)
@@ -166,7 +165,7 @@ def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | Non
     available = available_memory()
     if needed is None or available is None or needed[1] <= available:
         return None
-    from shardwise.train.memory_remedies import remedies_of_machine
+    from shardwise.estimates.memory_choice import remedies_of_machine
 
     whose = f"of the {counted(len(ranks), 'rank')} on this machine "
     limit = f"the {size(available)} that it has available: {remedies_of_machine(config, layout, ranks)}"

@@ -87,7 +87,6 @@ class Evaluator:
         self.training.optimizer.gathers.wait()
 
     def _evaluate(self, batches: Batches, bytes_V: npt.NDArray[np.int64] | None = None) -> EvaluationLosses:
-        """Evaluate the first `eval_batches` global batches of a text."""
         training = self.training
         config = training.config
         rounds = training.feed.evaluation(batches, training.layout.accumulation(config.train))

@@ -55,7 +55,6 @@ def require_trackers(trackers: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_without_key() -> bool:
-    """True if W&B would ask for a key, which a training cannot answer."""
     wandb: Any = importlib.import_module("wandb")
     if os.environ.get("WANDB_MODE", "online") != "online":
         return False
@@ -64,7 +63,6 @@ def _is_without_key() -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a library's message, without secrets."""
     return redacted(str(error)).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -278,7 +276,6 @@ class ExperimentTrackers:
 
     @contextlib.contextmanager
     def _failure_reported(self, name: str) -> Any:
-        """Run the body; report an error of a tracker, and leave that tracker out from now on."""
         try:
             # What trackio prints would tear the progress line.
             with contextlib.redirect_stdout(io.StringIO()):

@@ -166,7 +166,6 @@ class MetricsWithCallbacks(JsonLines):
 
 
 def _callbacks(paths: Sequence[str]) -> Sequence[tuple[str, Any]]:
-    """The callbacks, each with its path: functions, and classes whose objects are still to be made."""
     if not paths:
         return []
     from shardwise.base.user_code import accepts, load_user_object

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import TrainConfig
-from shardwise.config.model import PLAIN_MODULE
+from shardwise.config import PLAIN_MODULE, TrainConfig
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending

@@ -184,7 +184,6 @@ class MemoryCopies:
         return self._mesh.world.rank % self._per_node == 0
 
     def _agreed(self, problem: str | None) -> str | None:
-        """The first problem that any rank has, on every rank."""
         return next(iter(collectives.union([] if problem is None else [problem], self._group)), None)
 
     def _lack_of_memory(self, memory: Path) -> str | None:
@@ -233,7 +232,6 @@ class MemoryCopies:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def _shapes(self) -> list[list[Any]]:
-        """Name, number of values and dtype of each bucket, then of each frozen parameter."""
         buckets = [["", len(bucket.master), str(bucket.master.dtype)] for bucket in self._optimizer.buckets]
         return buckets + [[piece.name, target.numel(), str(target.dtype)] for piece, target in self._frozen()]
 
@@ -268,7 +266,6 @@ class MemoryCopies:
             send.wait()
 
     def _send(self, part: _CopyPart, target: int) -> list[Pending]:
-        """Start to send the length and the bytes of a part."""
         content = self._files.content(part)
         return [collectives.send(tensor, self._group, target) for tensor in (torch.tensor([content.numel()]), content)]
 
@@ -284,7 +281,6 @@ class MemoryCopies:
             self._receive_problem = f"{self._files.path}: {reason_of(error)}"
 
     def _valid_parts(self) -> list[_CopyPart]:
-        """The parts on this node of this rank and of the one that sends its own, which this run can continue from."""
         valid = []
         for part in self._files.parts():
             content = self._files.read(part) if part.rank in self._ranks_kept else None
@@ -295,7 +291,6 @@ class MemoryCopies:
         return valid
 
     def _fetch(self, rank_nodes: Sequence[str], nodes: Mapping[str, Container[_CopyPart]], step: int) -> int:
-        """Bring to each node the parts of its ranks that it lacks; returns their number."""
         received = 0
         for rank, node in enumerate(rank_nodes):
             part = _CopyPart(rank, step)
@@ -320,7 +315,6 @@ class MemoryCopies:
             start += tensor.nbytes
 
     def _remove_stale(self, memory: Path) -> None:
-        """Remove half-written files of killed ranks, and folders of this user's runs that ended long ago."""
         if not self._leads_node:
             return
         for path in self._files.path.glob("*.new"):
@@ -347,7 +341,6 @@ def _is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bo
 
 
 def _newest_complete_step(nodes: Mapping[str, Iterable[_CopyPart]], world: int) -> int | None:
-    """The newest step of which the parts of all ranks are on some node, given the parts of each node."""
     present = {part for parts in nodes.values() for part in parts}
     steps = sorted({step for _, step in present}, reverse=True)
     return next((step for step in steps if all(_CopyPart(rank, step) in present for rank in range(world))), None)
@@ -365,8 +358,6 @@ _DIGEST_BYTES = 16
 
 
 class _CopyPart(NamedTuple):
-    """The name of the state that one rank has after a step."""
-
     rank: int
     step: int
 
@@ -376,8 +367,6 @@ class _CopyPart(NamedTuple):
 
 
 class _CopyFiles:
-    """The folder at a path."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.config import ModelConfig, ParallelConfig
-from shardwise.config.model import PLAIN_MODULE
+from shardwise.config import PLAIN_MODULE, ModelConfig, ParallelConfig
 from shardwise.data.samples.batch import IGNORE, Batches
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.distributed.placement import further_gradients, placements
 from shardwise.models.blocks import gives_losses
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -164,7 +162,7 @@ def find_non_finite(model: nn.Module, loss: float) -> tuple[tuple[int, int, int]
     pieces = [
         (stage, order, parameter, piece.name, piece.local.slices)
         for stage, part in parts
-        for order, (_, parameter, record) in enumerate(placements(part))
+        for order, (_, parameter, record) in enumerate(placement.placements(part))
         for piece in record.pieces
     ]
     for stage, order, parameter, name, slices in pieces:
@@ -172,7 +170,9 @@ def find_non_finite(model: nn.Module, loss: float) -> tuple[tuple[int, int, int]
             return (0, stage, order), f"{name} is the first parameter with a value that is not finite"
     text = "" if math.isfinite(loss) else f"its loss is {loss}"
     for stage, order, parameter, name, slices in reversed(pieces):
-        gradients = [owner.grad for owner in (parameter, *further_gradients(parameter)) if owner.grad is not None]
+        gradients = [
+            owner.grad for owner in (parameter, *placement.further_gradients(parameter)) if owner.grad is not None
+        ]
         if not all(torch.isfinite(gradient[slices]).all() for gradient in gradients):
             first = f"{name} is the first parameter, in backward's order, with a gradient that is not finite"
             # The backward pass goes through stages and parameters from the last to the first.

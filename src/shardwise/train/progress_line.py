@@ -71,7 +71,6 @@ class ProgressLine:
         self._show_step(record, now)
 
     def _show_step(self, record: StepRecord, now: float) -> None:
-        """Print a line if it is time for one; a terminal draws the present step by itself."""
         overdue = now - self._printed_at >= _LONGEST_SILENCE
         is_due = self._every_update or record.step >= self._next_line or record.step == self._end or overdue
         if self._display is not None or not is_due:
@@ -110,7 +109,6 @@ class ProgressLine:
             yield grid
 
     def _parts(self, now: float) -> tuple[list[str], list[str]]:
-        """The run's progress and the numbers of its last step, as short texts."""
         elapsed = f"{units.duration(round(now - self._began, 1))} elapsed"
         record = self._record
         if record is None:
@@ -166,7 +164,6 @@ class NotebookProgress(ProgressLine):
         self._handle.update(self._mime_bundle(now), raw=True)
 
     def _mime_bundle(self, now: float) -> dict[str, str]:
-        """The progress as HTML, and as text for a program that shows no HTML."""
         (head, *texts), numbers = self._parts(now)
         page = _NOTEBOOK_HTML.format(
             head=html.escape(head.strip()),

@@ -121,7 +121,6 @@ def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str]
 
 
 def _refuse_differences(values: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
-    """Raise ConfigError on every rank, with what differs, where any rank's values are not those of the first."""
     differences = []
     for name in {**first, **values}:
         if first.get(name) != values.get(name):
@@ -134,14 +133,13 @@ def _refuse_differences(values: Mapping[str, Any], first: Mapping[str, Any], wor
         for name, first_value, value in rank_differences:
             text = f"{name} must be the same on all ranks: {first_value} on rank 0, and {value}"
             ranks_by_text.setdefault(text, []).append(rank)
-    problems = [f"{text} on {_named(ranks)}" for text, ranks in ranks_by_text.items()]
+    problems = [
+        f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {listing(ranks, most=_SHOWN)}"
+        for text, ranks in ranks_by_text.items()
+    ]
     if len(problems) > _SHOWN:
         problems = [*problems[:_SHOWN], f"{len(problems) - _SHOWN} more differ"]
     raise ConfigError(problems)
-
-
-def _named(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listing(ranks, most=_SHOWN)}"
 
 
 def agree_to_stop(reason: str | None, mesh: Mesh, is_complete: bool) -> tuple[str | None, bool]:

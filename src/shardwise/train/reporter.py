@@ -184,7 +184,6 @@ class Reporter:
             self.message(text)
 
     def _show_start(self, done: int, end: int, epochs: str) -> None:
-        """Print the summary of a run that goes on from `done` steps up to `end`, and begin the progress line."""
         assert self.parameters is not None
         assert self.memory is not None
         rows = start_rows(
@@ -294,7 +293,6 @@ class Reporter:
         self._scalars(record.step, {"train": numbers, **_further_scalars(record, parts)})
 
     def _numbers(self, record: StepRecord) -> dict[str, float | None]:
-        """Numbers of a step under the names of `STEP_METRICS`, which are those in the trackers too."""
         return {
             "loss": record.loss,
             **_by_objective(record.losses),
@@ -484,7 +482,6 @@ class Reporter:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Facts that the first record of a run and its results both have."""
         return {
             "parameters": self.parameters,
             "layout": {**self.layout.facts(), "zero": self.config.optimizer.zero},
@@ -535,7 +532,6 @@ class Reporter:
         }
 
     def _recorded(self, name: str, step: int) -> dict[str, Any]:
-        """The last event of this name and step in the folder's metrics, read on rank 0; {} where there is none."""
         events = [] if self._metrics is None else self.run.events(name)
         return next((event for event in reversed(list(events)) if event.get("step") == step), {})
 
@@ -546,7 +542,6 @@ def _plain_console(file: IO[str]) -> Console:
 
 
 def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float | None]]:
-    """Further numbers by prefix: seconds by part, bytes sent, bytes in use, and the scores of the slowest rank."""
     slow = record.straggler
     return {
         "seconds": parts,
@@ -562,7 +557,6 @@ def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
 
 
 def _result_line(results: dict[str, Any], seconds: float) -> str:
-    """The line that `finish` prints; `seconds` are those of this run alone."""
     steps_before = results["steps_before"]
     steps = f"{results['steps']:,} steps"
     if steps_before:

@@ -71,7 +71,9 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     join(timeout=config.launch.timeout)
     mesh = Mesh(**config.parallel.degrees, grains=config.grains)
     # Before any rank reads or writes: ranks of several machines may differ in files and software.
-    config = _with_one_batch(config, mesh)
+    if config.train.rule is not None:
+        # Of a run that is resumed, its folder has the number, which other machines may not see.
+        config = config.with_batch(collectives.broadcast_object(config.train.global_batch, mesh.world))
     require_same_on_ranks(config.model_dump(mode="json"), mesh, run_path)
     layout = check_layout(config, mesh.world.size)
     # Each stage with sizes of its own begins as a run that is resumed.
@@ -126,8 +128,6 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _OpenedStage:
-    """A stage that is ready for its first step."""
-
     opened: OpenedRun
     trainer: Trainer
     reporter: Reporter
@@ -199,7 +199,6 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
 
 
 def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
-    """Wait for the last checkpoint, and begin the next stage or end the run."""
     opened = stage.opened
     config = opened.config
     progress = opened.progress
@@ -236,16 +235,6 @@ def _following(config: Config, progress: Progress) -> Config | None:
 
 def _phase(progress: Progress) -> str:
     return f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
-
-
-def _with_one_batch(config: Config, mesh: Mesh) -> Config:
-    """`config` with rank 0's global batch, where the recipe has a rule for it.
-
-    A run that is resumed keeps the number in its folder, which other machines may not see.
-    """
-    if config.train.rule is None:
-        return config
-    return config.with_batch(collectives.broadcast_object(config.train.global_batch, mesh.world))
 
 
 @contextmanager
@@ -289,7 +278,6 @@ def _begin(
     resumed: Resumed | None,
     turn: _Turn,
 ) -> None:
-    """Report the start, and bring the data to the place from which the run continues."""
     config = opened.config
     end = opened.progress.position + (config.last_step - opened.progress.step) * config.train.global_batch
     if resumed is not None:
@@ -329,7 +317,6 @@ def _begin(
 
 
 def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None:
-    """Warn of data that the run of `samples` samples reads too often: a source of a mixture, or all data very often."""
     if not isinstance(batches, BlendedBatches):
         epochs = samples / batches.num_samples
         if epochs > MANY_EPOCHS:
@@ -347,7 +334,6 @@ def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None
 
 
 def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
-    """Restore the newest state, of the memory of the nodes or of the disk; None at the beginning of a training."""
     start = time.perf_counter()
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)
@@ -363,7 +349,6 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
 
 
 def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
-    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume
@@ -387,7 +372,6 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
 
 
 def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
-    """Tell what a run that begins has changed, and from which weights it begins."""
     weights = opened.weights
     changes = opened.folder.changes
     # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.

@@ -39,7 +39,7 @@ from shardwise.train.training import Training
 
 if TYPE_CHECKING:
     from shardwise.pipeline.clock import Clock
-    from shardwise.train.source_losses import SourceLosses
+    from shardwise.train.step_totals import SourceLosses
 
 DATA = "data"
 COMMUNICATION = "communication"
@@ -247,13 +247,13 @@ class StepMeters:
         self.clock = StepMeter(mesh, None if pipeline is None else pipeline.clock)
         self.sources: SourceLosses | None = None
         if isinstance(batches, BlendedBatches):
-            from shardwise.train.source_losses import SourceLosses
+            from shardwise.train.step_totals import SourceLosses
 
             self.sources = SourceLosses(batches, mesh)
         self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
         model = training.config.model
         if model.is_own or model.is_sparse:
-            from shardwise.train.expert_totals import ExpertTotals
+            from shardwise.train.step_totals import ExpertTotals
 
             self.totals += ExpertTotals.of(training.model, model, mesh)
         self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None

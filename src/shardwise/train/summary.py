@@ -49,8 +49,6 @@ _Rows = list[tuple[str, str]]
 
 
 class _ClusterDevice(Protocol):
-    """A device that a rank would compute with."""
-
     @property
     def name(self) -> str: ...
 
@@ -151,7 +149,6 @@ def dry_run(
 
 
 def _fact(row: tuple[str, str]) -> dict[str, str]:
-    """A row that is known as text alone."""
     return {"name": row[0].strip(), "text": row[1]}
 
 
@@ -321,7 +318,6 @@ class _Summary:
         ]
 
     def _stages(self) -> _Rows:
-        """The sequences of each stretch of steps, of a run whose stages change them."""
         stages = size_stages_of(self.config)
         if len(stages) == 1:
             return []
@@ -349,7 +345,6 @@ class _Summary:
         return rows
 
     def _schedule(self) -> str:
-        """The schedule and its bubble, by a formula or, where there is none, by a simulation of the schedule."""
         from shardwise.pipeline.timeline import bubble, simulate
 
         parallel = self.config.parallel
@@ -457,7 +452,7 @@ class _Summary:
         elif expected > available:
             text += ", which is too little: the system may kill a rank here"
         if expected > available:
-            from shardwise.train.memory_remedies import remedies_of_machine
+            from shardwise.estimates.memory_choice import remedies_of_machine
 
             text += f". What would help: {remedies_of_machine(self.config, self.layout, ranks)}"
         return [("host memory", text)]
@@ -515,7 +510,6 @@ def _rate_curve(optimizer: OptimizerConfig, last: int) -> list[str]:
 
 
 def _numbers(precision: Precision) -> str:
-    """The rounding and the dtype of the moments, where they are not the usual ones."""
     rounding = ", rounded stochastically" if precision.rounding == "stochastic" else ""
     moments = f", moments {precision.moments}" if precision.moments != precision.optimizer else ""
     return rounding + moments

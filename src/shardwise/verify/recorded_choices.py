@@ -65,21 +65,16 @@ def _joined(of_rank: dict[Any, int], world: Group) -> dict[Any, int]:
 
 @dataclass
 class RecordedChoices:
-    """The experts that the routers of a verified training choose.
+    """The experts that the routers of a verified training choose."""
 
-    Attributes:
-        reference: choices of one process; empty: there are none to compare with.
-        replays: true if routers take the experts of the reference.
-        recorded: choices of this training, if there is no reference: one process has all tokens.
-        differing: number of experts of a token that the reference has not, by recorded sequence and place in it.
-        wrong: likewise, where the scores of the chosen experts and those of the reference differ by more than rounding.
-    """
-
-    reference: Recorded = field(default_factory=dict)
+    reference: Recorded = field(default_factory=dict)  # choices of one process; empty: there are none to compare with
     tolerance: float = 0.0
-    replays: bool = False
+    replays: bool = False  # true if routers take the experts of the reference
+    # Choices of this training, if there is no reference: one process has all tokens.
     recorded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    # Number of experts of a token that the reference has not, by recorded sequence and place in it.
     differing: dict[_Token, int] = field(default_factory=dict)
+    # Likewise, where the scores of the chosen experts and those of the reference differ by more than rounding.
     wrong: dict[_Token, int] = field(default_factory=dict)
     _key: DropoutKey | None = None
 

@@ -18,12 +18,9 @@ from shardwise.base.files import read_plain
 from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import CheckpointConfig, Config
-from shardwise.config.load import apply_overrides, config_from_sections
-from shardwise.config.resume_rules import fixed_changes
+from shardwise.config import CheckpointConfig, Config, apply_overrides, config_from_sections, fixed_changes
 from shardwise.launch.environment import REPLAY
-from shardwise.runs.folder import RunDirectory
-from shardwise.runs.folder import read_config as read_stored_config
+from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.state_records import RecordedHash, StateRecords, differing_tensors
 
 
@@ -40,8 +37,7 @@ def choose_stretch(
 ) -> ReplayedStretch:
     """The stretch between two steps; by default from the newest checkpoint with later records to the last record.
 
-    Raises:
-        ConfigError: the run has no checkpoint of `first`, or no record of a step between the two.
+    ConfigError: the run has no checkpoint of `first`, or no record of a step between the two.
     """
     records = StateRecords.of(run)
     losses = records.losses
@@ -84,7 +80,7 @@ def _saved_steps(root: Root) -> list[int]:
 
 def read_replay_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Config]:
     """The configuration of a run, and that of its replay with `overrides`; ConfigError for a wrong one of both."""
-    config = config_from_sections(read_stored_config(run))
+    config = config_from_sections(read_config(run))
     values = config.recorded()
     problems = apply_overrides(values, overrides)
     changed = config_from_sections(values, problems)
@@ -99,8 +95,7 @@ def replay_stretch(
 ) -> StateRecords:
     """Train the steps of a stretch, with `config`, in `folder`; returns what was recorded.
 
-    Raises:
-        ConfigError, RunError: the replay was refused or failed; the text says why.
+    ConfigError, RunError: the replay was refused or failed; the text says why.
     """
     target = RunDirectory(folder / "replay")
     target.path.mkdir()

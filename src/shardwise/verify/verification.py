@@ -89,10 +89,8 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
     """Train the miniature in one process and at every cell, and compare.
 
     The reference runs in this process, on the device of the first cell. The other cells of one device and number of
-    ranks share their processes; after a cell that failed, the next ones get new processes.
-
-    Raises:
-        RunError: the reference cannot be trained.
+    ranks share their processes; after a cell that failed, the next ones get new processes. RunError: the reference
+    cannot be trained.
     """
     # As many as a rank on the CPU has: another number would sum in another order.
     torch.set_num_threads(1)

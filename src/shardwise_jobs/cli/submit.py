@@ -382,8 +382,7 @@ _ASK_SECONDS = 5.0
 def rehearse(job: str, run_path: Path, say: Callable[[str], None] = output.line) -> int:
     """Interrupt a job after its first steps, wait until it has resumed, end it, and return the step it resumed from.
 
-    Raises:
-        RunError: the job did not train, was not queued again, or did not resume.
+    RunError: the job did not train, was not queued again, or did not resume.
     """
     _await(lambda: last_recorded_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
     say(f"job {job} trains; now it gets SIGUSR1, as before a preemption")

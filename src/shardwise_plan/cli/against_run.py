@@ -108,10 +108,8 @@ def _predicted(run: RunView, config: Config, cluster: device_specs.Cluster) -> P
 def _measured_pairs(run: RunView, plan: Plan) -> dict[str, Any]:
     """Return the medians of the steps that a run recorded beside their prediction, each as a `Pair`.
 
-    `memory_bytes` are those of the first rank; on a CPU its measured peak is the process's.
-
-    Raises:
-        ConfigError: the run recorded too few steps.
+    `memory_bytes` are those of the first rank; on a CPU its measured peak is the process's. ConfigError: the run
+    recorded too few steps.
     """
     seconds = run.series.numbers["step_seconds"]
     total = _median(seconds)
@@ -124,13 +122,12 @@ def _measured_pairs(run: RunView, plan: Plan) -> dict[str, Any]:
         parts[part] = _pair(prediction, sum(known) if known else None)
     sizes = dict(plan.memory.rows())
     recorded = run.last.get("memory_bytes") or {}
+    kinds = ("parameters", "gradients", "optimizer")
     return {
         "steps": len(seconds) - _SKIPPED,
         "step_seconds": _pair(plan.time.total, total),
         "parts_seconds": parts,
-        "memory_bytes": {
-            kind: _pair(sizes[kind], recorded.get(kind)) for kind in ("parameters", "gradients", "optimizer")
-        },
+        "memory_bytes": {kind: _pair(sizes[kind], recorded.get(kind)) for kind in kinds},
         "peak_memory_bytes": _pair(plan.memory.total, run.last.get("peak_memory_bytes")),
     }
 

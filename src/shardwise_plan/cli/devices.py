@@ -26,8 +26,7 @@ def parse_devices(text: str) -> list[str]:
 def parse_plan_prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
     """Parse `shardwise plan --price`: the price for an hour of each device, by the device; None where its file says it.
 
-    Raises:
-        ConfigError: these are other numbers than one, or one for each device, or have no currency.
+    ConfigError: these are other numbers than one, or one for each device, or have no currency.
     """
     if text is None:
         return dict.fromkeys(devices)
@@ -45,12 +44,7 @@ def parse_plan_prices(text: str | None, devices: Sequence[str]) -> dict[str, Pri
 def compare_devices(
     arguments: argparse.Namespace, devices: Sequence[str], answered: Callable[[str], SearchedNodes]
 ) -> None:
-    """Print the fastest layout on each of several devices.
-
-    Args:
-        devices: names of `--device`.
-        answered: function that returns the layouts on a device.
-    """
+    """Print the fastest layout on each of several devices; `answered` gives the layouts on a device."""
     plans: dict[str, Plan] = {}
     problems: dict[str, str] = {}
     unused: dict[str, str] = {}

@@ -37,15 +37,7 @@ _LEFT = 52
 def plan_page(
     name: str, answer: SearchedNodes, listed: Sequence[Plan], chosen: Plan, commands: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the page of `shardwise plan --html`.
-
-    Args:
-        name: name of the recipe.
-        answer: the layouts that were searched for.
-        listed: layouts of the list, in its order.
-        chosen: the layout of the answer, one of them.
-        commands: title and commands that write its recipe and train it.
-    """
+    """Return the page of `shardwise plan --html`; `commands`: title → those that write its recipe and train it."""
     proposed = proposals(listed)
     return (
         page_environment(Path(__file__).parent)

@@ -239,9 +239,7 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
     output.line()
     sizes = [dict(plan.memory.rows()) for plan in pair]
-    kinds = [
-        (kind, *(units.size(bytes_by_kind.get(kind, 0)) for bytes_by_kind in sizes)) for kind in sizes[0] | sizes[1]
-    ]
+    kinds = [(kind, *(units.size(by_kind.get(kind, 0)) for by_kind in sizes)) for kind in sizes[0] | sizes[1]]
     output.table(kinds, ("memory", str(first), str(second)), right=(1, 2))
 
 

@@ -37,11 +37,7 @@ def print_prose(text: str, indent: str = "") -> None:
 def print_blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], title: str, indent: int) -> None:
     """Print plans in lines of 80 columns: a title with figures to its right, and below it what else there is to say.
 
-    Args:
-        head: names of the figures.
-        rows: title, figures and further text of each block.
-        title: name of the titles.
-        indent: columns before the further text.
+    `rows`: title, figures and further text of each; `title` and `head` are the names of titles and figures.
     """
     widths = [max(map(len, column)) for column in zip(head, *(cells for _, cells, _ in rows), strict=True)]
     room = _COLUMNS - sum(widths) - 2 * len(widths)
@@ -205,12 +201,7 @@ def accuracy_text(plan: Plan) -> str:
 
 
 def accuracy_sentences(plans: Iterable[Plan], consequence: str = "", source: str = _ACCURACY_PAGE) -> list[str]:
-    """Sentences on how far plans for the devices can be trusted, with the page that says more.
-
-    Args:
-        consequence: what the accuracy means for the plans.
-        source: name of the page and its section.
-    """
+    """Sentences on how far plans can be trusted, what it means for them, and the page that says more (`source`)."""
     names: dict[str, list[str]] = {}
     for plan in plans:
         names.setdefault(accuracy_text(plan), []).append(plan.cluster.device.name)

@@ -59,11 +59,7 @@ def talk_with_model(
     """Start the process of the model, and pass texts between it and the terminal.
 
     The model is in a process of its own, so that the first line appears at once, and Ctrl-C stops an answer and not the
-    model.
-
-    Args:
-        completes: True to continue texts even if the model has a chat template.
-        shows_stats: True to print the number of tokens and the speed of each answer.
+    model. `completes`: it continues texts even if it has a chat template.
     """
     if joined() is not None:
         raise ConfigError("a conversation must be started by itself, and not by torchrun, srun or mpirun: give --nproc")

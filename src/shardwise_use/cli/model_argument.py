@@ -322,8 +322,7 @@ def tokenizer_of_command(
 ) -> Tokenizer:
     """The tokenizer of a command on a model; a hub id is fetched, or with `cached` opened from the cache.
 
-    Raises:
-        ConfigError: it cannot be opened, or has ids that the model lacks.
+    ConfigError: it cannot be opened, or has ids that the model lacks.
     """
     path = config.data.tokenizer
     assert path is not None

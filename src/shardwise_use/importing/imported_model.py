@@ -117,10 +117,8 @@ def write_imported_checkpoint(
     """Import another program's model: write it as a checkpoint into a folder, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
-
-    Raises:
-        ConfigError: there is one, a tensor has values that are not finite, or the optimizer's state is not that of the
-        model. StoreError: a file cannot be read or written.
+    ConfigError: there is one, a tensor has values that are not finite, or the optimizer's state is not that of the
+    model. StoreError: a file cannot be read or written.
     """
     done = opened.progress or ImportedProgress(0, ())
     _require_fitting_states(opened)

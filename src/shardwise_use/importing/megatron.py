@@ -72,9 +72,7 @@ def combine_megatron_ranks(
 ) -> ImportedModel:
     """The model of which each rank holds a part, as Megatron-LM's files have it.
 
-    Args:
-        states: content of the ranks' files.
-        rank_names: formats of the ranks' names, without and with pipeline stages.
+    `rank_names`: formats of the ranks' names, without and with pipeline stages.
     """
     args, version = _common_arguments(states, folder)
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)

@@ -142,9 +142,8 @@ def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, An
     for rank, file in files.items():
         name = re.sub(r"(-last)?\.ckpt$", r"-optimizer_states\g<0>", file.name)
         paths = {int(path.parent.name[-3:]): path for path in file.parent.glob(f"optim/dp_rank_[0-9][0-9][0-9]/{name}")}
-        held = {data: pickled.load_pickled(path) for data, path in paths.items()} or {
-            0: saved[rank].get("optimizer_states")
-        }
+        of_data_ranks = {data: pickled.load_pickled(path) for data, path in paths.items()}
+        held = of_data_ranks or {0: saved[rank].get("optimizer_states")}
         for data, states in held.items():
             if isinstance(states, list) and states:
                 found[*rank, data] = paths.get(data, file), states[0]

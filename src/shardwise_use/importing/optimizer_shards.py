@@ -116,9 +116,8 @@ def _states(where: str, found: Found, parameters: Values) -> tuple[dict[str, ByN
         with pickled.content_errors(f"{where} must have the state of AdamW for each weight on each rank", f"; {LEAVE}"):
             for number, name in _names(path, first["param_groups"], values)[0].items():
                 updates.add(int(pickled.follow_reference(held[0][1][number]["step"], path)))
-                shape = (first.get("shape_info") or {}).get(number) or pickled.follow_reference(
-                    values[name], file
-                ).shape
+                shapes = first.get("shape_info") or {}
+                shape = shapes.get(number) or pickled.follow_reference(values[name], file).shape
                 shards = {moment: [(path, state[number][moment]) for path, state in held] for moment in MOMENTS}
                 # A file `full_…` of the converter has the masters of data-parallel rank 0 alone.
                 if _MASTERS in first and not path.name.startswith("full"):

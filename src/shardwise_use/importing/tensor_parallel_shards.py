@@ -18,9 +18,10 @@ from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import refuse_divided_sparse_model
 
 _SHOWN = 8
+_DIVIDED_FILES = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")
+"""Names of the files of ranks that divide experts, of Megatron-LM and of neuronx-distributed."""
 _DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
 _DRIFT_TOO_LARGE = (
     "they differ by more than their norm, as unrelated matrices do: they are of different checkpoints, or the model's "
@@ -63,7 +64,8 @@ def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
     ranks: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
-        refuse_divided_sparse_model(folder, path.name)
+        if _DIVIDED_FILES.fullmatch(path.name):
+            raise ConfigError(f"{folder} is of a model with experts ({path.name}): save it again as torch_dist")
         if match := pattern.fullmatch(path.name):
             numbers = [int(number) for number in match.groups() if number]
             ranks[numbers[0], numbers[1] if len(numbers) > 1 else 0] = path

@@ -3,7 +3,7 @@
 Sources: DeepSpeed 0.19.8 (`runtime/lr_schedules.py`, `runtime/engine.py`, `runtime/zero/muon/original_muon.py`),
 Megatron-LM of Megatron Core 0.20 (`training/config/training_config.py`, `training/arguments.py`), transformers 5.24
 (`optimization.py`), trl 1.16 (`trainer/sft_config.py`), axolotl 0.19 (`core/builders/base.py`), litgpt 0.5.13
-(`pretrain.py`).
+(`pretrain.py`), LLaMA-Factory 0.9.5 (`hparams`, `model/model_utils/checkpointing.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _OF_TRL = frozenset(
      "loss_type", "max_length", "packing", "packing_strategy", "padding_free", "trl", "truncation_mode")
 )  # fmt: skip
 """The command `trl sft`, and names of its SFTConfig, whose defaults are not those of the Trainer's arguments."""
+
+_OF_LLAMA_FACTORY = frozenset(("finetuning_type", "cutoff_len", "disable_gradient_checkpointing", "neat_packing"))
+"""Names of LLaMA-Factory beside those of the Trainer."""
 
 
 def implied_settings(program: str, settings: Mapping[str, Any], steps: int | None = None) -> dict[str, Any]:
@@ -96,7 +99,11 @@ def _of_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
     implied: dict[str, Any] = {}
     if settings.get("lr_scheduler_type") == "warmup_stable_decay":
         implied[f"{_KWARGS}.decay_type"] = "cosine"
-    if _OF_TRL & settings.keys():
+    if _OF_LLAMA_FACTORY & settings.keys():
+        implied["cutoff_len"] = 2048
+        if not settings.get("disable_gradient_checkpointing"):
+            implied["gradient_checkpointing"] = True
+    elif _OF_TRL & settings.keys():
         implied |= {"learning_rate": 2e-5, "gradient_checkpointing": True, "logging_steps": 10}
         # null cuts no sequence, and up to trl 0.19 the name is max_seq_length.
         implied |= {} if {"max_length", "max_seq_length"} & settings.keys() else {"max_length": 1024}

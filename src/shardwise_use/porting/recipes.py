@@ -25,6 +25,12 @@ from shardwise_use.porting.shell_scripts import script_commands
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"  # the option of torchtitan before 0.3 that names the TOML with the settings
 _OPTIONS = ("--run-dir", "--nproc")  # options of `shardwise train` that settings of other programs give
+_UNKNOWN = {
+    "_component_": "torchtune",
+    "_target_": "Megatron Bridge, or of another program of Hydra",
+    "pipe_parallel_size": "GPT-NeoX",
+}
+"""Names of programs that are not read, whose configs have names of others too."""
 
 
 class _Translation(NamedTuple):
@@ -100,9 +106,7 @@ def _rows(
 
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
     # Code, and a variable that the file does not set, cannot be read.
-    readable = {
-        n: value for n, value in asked.items() if not isinstance(value, UnknownPythonValue) and "$" not in str(value)
-    }
+    readable = {n: v for n, v in asked.items() if not isinstance(v, UnknownPythonValue) and "$" not in str(v)}
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
@@ -194,8 +198,13 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     candidates = list(_candidates(_text(place), place, wanted))
     scores = [(_marks(settings, _program(settings)), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
+    programs = listing((program.title for program in PROGRAMS.values()), "or")
+    names = {name.rpartition(".")[2] for settings in candidates for name in settings}
+    if other := next((name for name in _UNKNOWN if name in names), None):
+        raise ConfigError(
+            f"--from ({file}) must have arguments or a config of {programs}, and {other} is a name of {_UNKNOWN[other]}"
+        )
     if best == 0:
-        programs = listing((program.title for program in PROGRAMS.values()), "or")
         raise ConfigError(
             f"--from ({file}) must have arguments or a config of {programs}, and none of their names is in it"
         )
@@ -278,9 +287,8 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
     """Settings with those that several of them, or files beside theirs, say together."""
     settings = with_scheduler_arguments(settings)
-    module = (
-        settings.get("module") or settings.get("model.name") or (place.parent.name if place.suffix == ".py" else "")
-    )
+    folder = place.parent.name if place.suffix == ".py" else ""
+    module = settings.get("module") or settings.get("model.name") or folder
     flavor = settings.get("model_spec.model_registry") or settings.get("model.flavor") or settings.get("config")
     if f"model_spec.{module}" in WORDS and flavor:
         settings[f"model_spec.{module}"] = str(flavor).lower().removeprefix(f"{module}_")

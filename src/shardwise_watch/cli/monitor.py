@@ -25,15 +25,12 @@ _LONGEST_INTERVAL = 86_400
 
 def configure(parser: argparse.ArgumentParser) -> None:
     latest = RUNS / "latest"
-    parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: {latest})")
-    parser.add_argument("--once", action="store_true", help="print one object and end")
-    parser.add_argument(
-        "--interval", metavar="S", type=float, default=5.0, help="seconds from one object to the next (default: 5)"
-    )
-    parser.add_argument("--prometheus", metavar="PORT", type=int, help="serve Prometheus at this port instead")
-    parser.add_argument(
-        "--host", metavar="H", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1, this machine)"
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: {latest})")
+    add("--once", action="store_true", help="print one object and end")
+    add("--interval", metavar="S", type=float, default=5.0, help="seconds from one object to the next (default: 5)")
+    add("--prometheus", metavar="PORT", type=int, help="serve Prometheus at this port instead")
+    add("--host", metavar="H", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1, this machine)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -29,18 +29,15 @@ _MOST_BRANCHES = 7  # branches that are laid over their trunk; the page has colo
 
 def configure(parser: argparse.ArgumentParser) -> None:
     latest = RUNS / "latest"
-    parser.add_argument(
-        "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {latest})"
-    )
-    parser.add_argument(
-        "others", metavar="RUN", nargs="*", type=Path, help="further runs, B and so on, overlaid on the first one, A"
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {latest})")
+    add("others", metavar="RUN", nargs="*", type=Path, help="further runs, B and so on, overlaid on the first one, A")
     output_help = "where to write it (default: report.html in RUN; of several, report-with-B.html in A)"
-    parser.add_argument("--output", metavar="FILE", type=Path, help=output_help)
-    parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
+    add("--output", metavar="FILE", type=Path, help=output_help)
+    add("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
     price_help = "price of a device, node or chip for an hour (default: log.price, else that of the replaced report)"
-    parser.add_argument("--price", metavar="PRICE", help=price_help)
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
+    add("--price", metavar="PRICE", help=price_help)
+    add("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
 
 def run(arguments: argparse.Namespace) -> int:

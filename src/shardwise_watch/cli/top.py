@@ -27,14 +27,11 @@ _LEAST_SECONDS = 0.2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {RUNS / 'latest'})"
-    )
-    parser.add_argument("others", metavar="RUN", nargs="*", type=Path, help="further runs, the first of them behind")
-    parser.add_argument("--once", action="store_true", help="print a table and end")
-    parser.add_argument(
-        "--interval", metavar="S", type=float, default=2.0, help="seconds between two readings (default: 2)"
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {RUNS / 'latest'})")
+    add("others", metavar="RUN", nargs="*", type=Path, help="further runs, the first of them behind")
+    add("--once", action="store_true", help="print a table and end")
+    add("--interval", metavar="S", type=float, default=2.0, help="seconds between two readings (default: 2)")
 
 
 def run(arguments: argparse.Namespace) -> int:

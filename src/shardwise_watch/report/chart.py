@@ -185,15 +185,8 @@ def _data_by_axis(by_axis: Mapping[str, Mapping[str, StepCurve]]) -> dict[str, A
     return {"by": {x: {name: _column_data(curves[name]) for name in curves} for x, curves in named.items()}}
 
 
-def stacked_chart(
-    title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[ChartMark] = ()
-) -> str:
-    """Draw the seconds of parts over the steps, one on the other; an empty text without rows.
-
-    Args:
-        rows: [step, seconds of each part …] for each column.
-        marks: lines in front of the parts.
-    """
+def stacked_chart(title: str, names: Sequence[str], rows: Rows, marks: Sequence[ChartMark] = ()) -> str:
+    """Draw the seconds of parts over the steps, one on the other; `rows`: [step, seconds of each part …] of columns."""
     if not rows:
         return ""
     ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)])

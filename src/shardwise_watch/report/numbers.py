@@ -404,11 +404,7 @@ def _stamp(seconds: float) -> str:
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """Say on top of the report how far a run came, how long it took, at which loss it is, and what time was lost.
-
-    Args:
-        report: result of `report_numbers`.
-    """
+    """Say on top of the report how far a run came, how long it took, at which loss it is, and what time was lost."""
     done = _steps_text(report)
     seconds = report["seconds"]
     time = "" if seconds is None else f" in {units.duration(seconds)}"

@@ -51,12 +51,7 @@ def page_environment(*folders: Path) -> jinja2.Environment:
 
 
 def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
-    """Make the HTML report of one run, or of several that are laid over each other.
-
-    Args:
-        reports: results of `report_numbers`.
-        compared: result of `compare_runs` for several runs.
-    """
+    """Make the HTML report of one run, or of several by `compare_runs`, of the results of `report_numbers`."""
     environment = page_environment()
     environment.filters |= {
         "pretty": lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False),

@@ -371,9 +371,7 @@ def draw_curve_overlay(title: str, curves: Mapping[str, Points], width: int, x: 
     on_x, on_y = (math.log10 if axis in log else float for axis in "xy")
     back_x, back_y = ((lambda value: 10.0**value) if axis in log else float for axis in "xy")
     placed = {
-        name: {
-            on_x(at): on_y(y) for at, y in points.items() if (at > 0 or "x" not in log) and (y > 0 or "y" not in log)
-        }
+        name: {on_x(x): on_y(y) for x, y in points.items() if (x > 0 or "x" not in log) and (y > 0 or "y" not in log)}
         for name, points in curves.items()
     }
     ys = sorted(value for points in placed.values() for value in points.values())

@@ -150,10 +150,9 @@ def nodes_view(frame: Frame, width: int, height: int, cursor: int = 0) -> list[T
 
     Those with problems come first: silent ranks, then slow ones.
     """
-    head = drawing.heading(
-        width, units.counted(len(frame.nodes), "node"), right="↑↓" if len(frame.nodes) > height else ""
-    )
-    if not frame.nodes:
+    count = len(frame.nodes)
+    head = drawing.heading(width, units.counted(count, "node"), right="↑↓" if count > height else "")
+    if not count:
         return [head, Text(" no rank has a file yet", FAINT), Text(), graphs(frame, width)]
     views = {view.rank: view for view in frame.ranks}
 

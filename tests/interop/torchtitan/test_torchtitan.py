@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchtitan.components.optimizer import LRSchedulersContainer
 
+from shardwise.config import config_from_sections
+from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.importing.torchtitan import open_torchtitan
+from shardwise_use.porting.recipes import recipe_of
 from tests.interop.continued import BATCH, BEFORE, go_on, made, torchrun
 
+RECIPE_STEPS, LR = 60, 3e-3
+OURS = Path(__file__).parents[2] / "unit" / "use" / "others" / "titan.json"
 STEPS = 20
 MAKER = Path(__file__).with_name("maker.py")
 SIZES: dict[str, Any] = {
@@ -32,6 +38,7 @@ CASES = {
     "llama3-apart-tied": ({"family": "llama3", "fused": False, "tied": True}, LLAMA),
     "qwen3": ({"family": "qwen3", "fused": False, "tied": True}, QWEN),
 }
+"""What torchtitan 0.3.0 saved of its debug model."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -70,3 +77,28 @@ def test_experts_and_their_moments_are_those_of_its_adapter(tmp_path: Path) -> N
         data = b"".join(map(bytes, each.read()))
         found = torch.frombuffer(bytearray(data), dtype=torch.float32).view(each.shape)
         assert torch.equal(found, theirs[f"{each.state} {each.name}"]), (each.state, each.name)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine", "sqrt"])
+@pytest.mark.parametrize("decay_ratio", [None, 0.25])
+def test_every_step_has_the_rate_of_the_maker(decay_type: Any, decay_ratio: float | None, tmp_path: Path) -> None:
+    scheduler = LRSchedulersContainer.Config(
+        warmup_steps=7, decay_ratio=decay_ratio, decay_type=decay_type, min_lr_factor=0.1
+    )
+    saved = json.loads(OURS.read_text(encoding="utf-8"))
+    saved["training"]["steps"] = RECIPE_STEPS
+    saved["optimizer"]["param_groups"][0]["optimizer_kwargs"]["lr"] = LR
+    saved["lr_scheduler"] = scheduler.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(saved), encoding="utf-8")
+    made = recipe_of(str(tmp_path / "config.json"))
+    assert made.problems == []
+    config = config_from_sections(made.sections)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    schedulers = scheduler.build(optimizers=[optimizer], training_steps=RECIPE_STEPS)
+    theirs = []
+    for _ in range(RECIPE_STEPS):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedulers.step()
+    ours = [learning_rate(config.optimizer, RECIPE_STEPS, step) for step in range(1, RECIPE_STEPS + 1)]
+    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-15)

@@ -16,15 +16,10 @@ import shardwise
 from shardwise.base.errors import ConfigError
 from shardwise.launch import rank_process
 from tests.dist import own_models
-from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
+from tests.rows import rows_of
 
-
-@pytest.fixture
-def recipe(own_folder: Path) -> str:
-    """A recipe that trains in a moment."""
-    (own_folder / "small.yaml").write_text(MINIATURE)
-    return "small.yaml"
+ROWS = rows_of(__file__)
 
 
 def failing(event: dict[str, Any]) -> None:
@@ -151,18 +146,7 @@ def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_pa
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "arguments", "problem"),
-    [
-        ({}, {"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
-        ({}, {"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
-        ({}, {"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
-        ({"parallel": {"tensor": 2}}, {}, r"the number of ranks \(1\).*torchrun --nproc_per_node=2"),
-        ({"data": {"dataset": None}}, {}, r"data.path, data.blend or data.dataset must name the data"),
-        ({"train": {"global_batch": 9}}, {}, r"train.global_batch \(9\) must be a multiple"),
-        ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, {}, r"there is no module nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "arguments", "problem"), ROWS["wrong"])
 def test_wrong_arguments_are_refused(
     recipe: str, overrides: dict[str, Any], arguments: dict[str, Any], problem: str
 ) -> None:

@@ -10,7 +10,10 @@ import pytest
 import shardwise
 from shardwise.base.errors import ConfigError
 from tests.monitor_runs import Mesh, Start, loss_of, write_run
+from tests.rows import rows_of
 from tests.unit.watch.pages import by_batch
+
+ROWS = rows_of(__file__)
 
 MESH = Mesh(1, 2, 1, 1)
 
@@ -65,17 +68,7 @@ def test_a_plot_has_a_line_for_each_run() -> None:
     pyplot.close("all")
 
 
-@pytest.mark.parametrize(
-    ("others", "options", "problem"),
-    [
-        ((), {"metric": "los"}, "metric ('los') must be loss, or one of loss, lr, grad_norm"),
-        ((), {"smoothing": -0.1}, "smoothing (-0.1) must be at least 0 and below 1"),
-        ((), {"metric": "expert_idle"}, "one must record expert_idle by step, and no step of it has a finite value"),
-        (("loss",), {}, "others (loss) must be runs, or their folders; a metric is metric='loss'"),
-        (("./one",), {}, "RUN (one) must be named once: it is there twice"),
-        (("young",), {}, "young must record loss by step, and no step of it has a finite value"),
-    ],
-)
+@pytest.mark.parametrize(("others", "options", "problem"), ROWS["wrong"])
 def test_a_wrong_choice_is_a_sentence(others: tuple[Any, ...], options: dict[str, Any], problem: str) -> None:
     write_run(Path("one"), [Start(0, 3)], mesh=MESH)
     Path("young").mkdir()

@@ -8,6 +8,9 @@ import pytest
 
 from shardwise.base import hardware
 from shardwise.base.errors import ConfigError
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +56,7 @@ def test_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visibl
     assert hardware.accelerators(dev) == ("cpu", 0), "a torch built for CPUs uses none"
 
 
-@pytest.mark.parametrize(
-    ("cores", "variables", "expected"),
-    [
-        (None, {}, 4),
-        (2, {}, 4),
-        (8, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 16),
-        (2, {"NEURON_RT_NUM_CORES": "1"}, 1),
-        (2, {"NEURON_RT_VISIBLE_CORES": "0-2,3"}, 4),
-    ],
-)
+@pytest.mark.parametrize(("cores", "variables", "expected"), ROWS["cores"])
 def test_neuron_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, variables: dict[str, str], expected: int
 ) -> None:
@@ -75,14 +69,7 @@ def test_neuron_cores(
     assert hardware.accelerators(devices(tmp_path, "neuron0", "neuron1"), tmp_path / "sys") == ("neuron", expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("NEURON_RT_VISIBLE_CORES", "0-", r"NEURON_RT_VISIBLE_CORES \(0-\) must be a list of cores, such as 0-3,8"),
-        ("NEURON_RT_NUM_CORES", "0", r"NEURON_RT_NUM_CORES \(0\) must be a number of cores: change it, or unset it"),
-        ("NEURON_LOGICAL_NC_CONFIG", "4", r"NEURON_LOGICAL_NC_CONFIG \(4\) must be 1, or 2 to join two cores"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "says"), ROWS["wrong"])
 def test_wrong_numbers_of_cores(
     name: str, value: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,19 +78,7 @@ def test_wrong_numbers_of_cores(
         hardware.accelerators(devices(tmp_path, "neuron0"), tmp_path / "sys")
 
 
-@pytest.mark.parametrize(
-    ("build", "present", "plugin", "autoload", "asked"),
-    [
-        ("+cu130", "null", False, "1", False),  # no file of a device: a computer without one
-        ("+cu130", "dxg", False, "1", True),  # WSL2
-        ("+rocm6.4", "kfd", False, "1", True),
-        ("+xpu", "dri", False, "1", True),
-        ("+cu130", "dri", False, "1", False),  # a computer with a screen
-        ("+cpu", "null", True, "1", True),  # such as TorchNeuron
-        ("+cpu", "null", True, "0", False),
-        ("+cpu", "dxg", False, "1", False),
-    ],
-)
+@pytest.mark.parametrize(("build", "present", "plugin", "autoload", "asked"), ROWS["asked"])
 def test_torch_is_asked_where_files_do_not_tell(
     build: str, present: str, plugin: bool, autoload: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

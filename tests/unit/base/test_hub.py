@@ -2,7 +2,9 @@
 
 import errno
 import hashlib
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.weight_files import resolve_weights
+from tests.e2e.command import Outcome, shardwise
 from tests.hub_user import HubUser
-from tests.loopback_hub import Site, serve
+from tests.loopback_hub import TOKEN, Site, serve, user_of
+from tests.stored import write_checkpoint
 
 FILES = {
     "main": {
@@ -197,3 +201,58 @@ def test_a_full_disk_is_told_and_files_are_known_by_their_hashes(
     assert hub.drop_damaged_files(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
     assert {path.name for path in (tmp_path / "blobs").iterdir()} == set(names.values()) - {names["cut off"]}
     assert hub.drop_damaged_files(tmp_path / "snapshot") == []
+
+
+@pytest.fixture
+def empty_hub() -> Iterator[Site]:
+    with serve({}) as started:
+        yield started
+
+
+def push(at: Path, site: str, repository: str, **variables: str) -> Outcome:
+    """The command in a process of its own: the hub's client reads its environment once."""
+    if not (at / "checkpoints").exists():
+        write_checkpoint(at / "checkpoints", shards=2)
+    environment = {**os.environ, **user_of(site, str(at / "hf")), **variables}
+    if "HF_TOKEN" not in variables:
+        environment.pop("HF_TOKEN", None)
+    return shardwise("checkpoint", "export", "checkpoints", "out", "--push", repository, at=at, **environment)
+
+
+def test_an_export_is_uploaded_whole_and_private(tmp_path: Path, empty_hub: Site) -> None:
+    done = push(tmp_path, empty_hub.address, "acme/mine", HF_TOKEN=TOKEN).succeeded()
+    assert done.out.endswith(f"\nuploaded to {empty_hub.address}/acme/mine\n")
+    assert TOKEN not in done.out + done.err
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {"README.md", "config.json", "model.safetensors"} <= exported.keys()
+    assert empty_hub.uploaded == {"acme/mine": exported}
+
+
+def test_many_files_are_one_commit(tmp_path: Path, empty_hub: Site) -> None:
+    (tmp_path / "out").mkdir()
+    files = {f"part-{number}.txt": b"%d" % number for number in range(260)}
+    for name, content in files.items():
+        (tmp_path / "out" / name).write_bytes(content)
+    program = "import pathlib, shardwise.base.hub as h; h.upload(pathlib.Path('out'), 'acme/mine', 'a model')"
+    variables = {**os.environ, **user_of(empty_hub.address, str(tmp_path / "hf")), "HF_TOKEN": TOKEN}
+    variables["HF_HUB_DISABLE_XET"] = "0"  # as installed; small files need no server of it
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=variables, check=True)
+    assert empty_hub.uploaded == {"acme/mine": files}
+    assert sum(request.endswith("/commit/main") for request in empty_hub.requests) == 1
+
+
+def test_without_a_token_that_may_write_it_is_refused(tmp_path: Path, empty_hub: Site) -> None:
+    for repository, text in (
+        ("acme/mine", f"--push (acme/mine) needs a token that may write: set HF_TOKEN, or run `hf auth login` "
+         f"({empty_hub.address}/settings/tokens)"),
+        ("mine", "--push (mine) must be a repository of the hub, owner/name, of letters"),
+    ):  # fmt: skip
+        assert text in push(tmp_path, empty_hub.address, repository).failed(2)
+    assert not (tmp_path / "out").exists()
+    assert empty_hub.requests == []
+    said = push(tmp_path, empty_hub.address, "acme/mine", HF_TOKEN="hf_of_somebody_else").failed(1)
+    assert (
+        f"out could not be uploaded as acme/mine: {empty_hub.address} refuses the token in use (status 401): set"
+        in said
+    )
+    assert (tmp_path / "out/model.safetensors").exists(), "what was written stays"

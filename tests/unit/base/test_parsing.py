@@ -1,4 +1,4 @@
-"""YAML as recipes and overrides are read, and as configurations are written."""
+"""Texts: what is parsed and refused, errors, names of files, and the notation of a layout."""
 
 import math
 from pathlib import Path
@@ -9,9 +9,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.base.errors import ConfigError
+from shardwise.base import units
+from shardwise.base.errors import ConfigError, DataError, RunError, ShardwiseError, divisors, nearest_numbers
+from shardwise.base.files import name_problem
+from shardwise.base.mesh_axes import layout_text
 from shardwise.base.parsing import dump_yaml, parse_value, parse_yaml
+from shardwise.config import Layout
+from shardwise.verify.layouts import Cell
+from shardwise_plan.layout_choices import LayoutChoice
+from tests.rows import rows_of
 
+ROWS = rows_of(__file__)
 SCALARS = {
     "1e-4": 1e-4, "1E5": 1e5, "-2.5": -2.5, ".5": 0.5, "3.": 3.0, "1_000": 1000, "1_0.2": 10.2, "1_": "1_",
     "1__0": "1__0", "1_.5": "1_.5", "-7": -7, "010": "010", "95,5": "95,5", "1:30": "1:30", "2024-01-01": "2024-01-01",
@@ -82,3 +90,52 @@ LEAVES = (
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LEAVES | st.lists(LEAVES) | st.just({"x": 1})))
 def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
     assert parse_yaml(dump_yaml(values), "test") == values
+
+
+def test_errors_and_numbers_near_a_value() -> None:
+    assert str(ConfigError("a is wrong")) == "a is wrong"
+    both = ConfigError(["a is wrong", "b is wrong"])
+    assert both.problems == ["a is wrong", "b is wrong"]
+    assert str(both) == "- a is wrong\n- b is wrong"
+    assert (ShardwiseError("").exit_code, RunError("").exit_code) == (1, 1)
+    assert (ConfigError("").exit_code, DataError("").exit_code) == (2, 2)
+    assert issubclass(ConfigError, ValueError)
+    for sign in ["\x1b", "\u2028", "\ud800"]:
+        assert str(ConfigError(f"a{sign}b\tc\nd")) == f"a{ascii(sign)[1:-1]}b\tc\nd"
+    for value, valid, expected in [(3, [1, 2, 4, 8], [2, 4]), (4, [1, 4], [4]), (9, [1, 2], [2]), (1, [2, 4], [2])]:
+        assert nearest_numbers(value, valid) == expected
+    for number, expected in [(1, {1}), (12, {1, 2, 3, 4, 6, 12}), (16, {1, 2, 4, 8, 16}), (2**31 - 1, {1, 2**31 - 1})]:
+        assert divisors(number) == expected
+
+
+def test_a_name_of_a_folder() -> None:
+    for name in ("a", "a.txt", ".hidden", "...", "a..b", "~", "a b", "ü", "part-?.txt"):
+        assert name_problem(name) is name_problem(f"deep/{name}", nested=True) is None
+        assert name_problem(f"deep/{name}") == f"'deep/{name}' lies in another folder"
+
+
+@pytest.mark.parametrize(("name", "problem"), ROWS["names"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_name_that_leads_elsewhere(name: object, problem: str, nested: bool) -> None:
+    found = name_problem(name, nested=nested)
+    assert found.endswith(problem)
+    assert "\x1b" not in found, "a terminal obeys it"
+
+
+@pytest.mark.parametrize(("degrees", "text", "short"), ROWS["layouts"])
+def test_a_layout_has_one_notation(degrees: list[int], text: str, short: str) -> None:
+    tensor, context, pipeline, data, sequence = degrees
+    named = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
+    world = tensor * context * pipeline * data
+    assert layout_text(named, sequence=sequence) == text
+    assert layout_text(named, sequence=sequence, ones=False) == short
+    assert Layout(world, tensor, sequence, pipeline, context=context).product().startswith(f"{text} = {world} rank")
+    choice = LayoutChoice(tensor, sequence, context, pipeline, "1f1b", None, 1, "none", 1)
+    assert choice.text(world).startswith(text)
+    assert Cell("cpu", world, tensor, sequence, context, pipeline=pipeline).degrees == (short or "one process")
+
+
+@pytest.mark.parametrize("function", ROWS["units"])
+def test_texts(function: str) -> None:
+    assert {value: getattr(units, function)(value) for value in ROWS["units"][function]} == ROWS["units"][function]
+    assert units.parse_size(400 * "9") is None

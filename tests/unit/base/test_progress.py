@@ -9,7 +9,10 @@ import pytest
 
 from shardwise.base import terminal as module
 from shardwise.base.terminal import progress
+from tests.rows import rows_of
 from tests.screens import Screen
+
+ROWS = rows_of(__file__)
 
 
 @pytest.fixture
@@ -22,13 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("total", "noun", "amounts", "line"),
-    [
-        (5 << 30, "", [1 << 29] * 2, "1.0 GiB of 5.0 GiB, 20%, 51.2 MiB/s, 1 min 20 s left"),
-        (None, "", [3 << 20], "3.0 MiB, 307 KiB/s, 10.0 s elapsed"),
-        (16, "layout", [1] * 4, "4 of 16 layouts, 25%, 1 min 00 s left"),
-        (4, "graph", [], "0 of 4 graphs, 0%, 0 ms elapsed"),
-        (10, "sequence", [8, 8], "10 of 10 sequences, 100%, 20.0 s elapsed"),
-    ],
+    ROWS["texts"],
 )
 def test_texts(clock: SimpleNamespace, total: int | None, noun: str, amounts: list[int], line: str) -> None:
     """Amounts in the product's units, the share, the speed of bytes, and the time left by the speed so far."""
@@ -77,7 +74,7 @@ class Turns:
         return len(self.waits) > self._turns
 
 
-def test_short_and_hidden_work_shows_nothing(screen: Screen) -> None:
+def test_a_bar_vanishes_and_short_or_hidden_work_has_none(screen: Screen, clock: SimpleNamespace) -> None:
     """On a terminal, work that ends within the first wait draws nothing; in a log, within half a minute."""
     log = io.StringIO()
     for stream, waits in ((screen.stream, [module.AFTER_SECONDS, module.EVERY_SECONDS]), (log, [module.EVERY_SECONDS])):
@@ -93,9 +90,6 @@ def test_short_and_hidden_work_shows_nothing(screen: Screen) -> None:
         pass
     assert "abc" not in screen.text()
     assert "\x1b[31m" not in screen.text()
-
-
-def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: SimpleNamespace) -> None:
     work = progress("exporting to x", 4 << 20, "")
     work.advance(1 << 20)
     clock.now += 2

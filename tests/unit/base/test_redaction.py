@@ -13,10 +13,7 @@ ROWS = rows_of(__file__)
 SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-Signature=5ecret"
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    ROWS["texts"],
-)
+@pytest.mark.parametrize(("text", "shown"), ROWS["texts"])
 def test_log_ins_and_query_strings_are_hidden_in_any_text(text: str, shown: str) -> None:
     assert redacted(text) == shown
     assert redacted(shown) == shown, "a text may pass twice"

@@ -103,7 +103,9 @@ def test_a_run_on_conversations_ends_a_text_where_the_template_ends_an_answer(tm
     assert find_checkpoint_companions(chat, Root.of(weights), weights).ids == IDS
 
 
-def test_fault_09_what_the_user_names_goes_first(tmp_path: Path, weights: Path) -> None:
+def test_fault_09_what_the_user_names_goes_first_and_data_of_tokens_keep_the_tokenizer(
+    tmp_path: Path, weights: Path
+) -> None:
     own = tokenizer(tmp_path / "own", end="<|pad|>")
     found = find_checkpoint_companions(run_of(), Root.of(weights), own)
     assert found.ids == {"bos_token_id": 1, "eos_token_id": PAD, "pad_token_id": PAD}
@@ -117,9 +119,6 @@ def test_fault_09_what_the_user_names_goes_first(tmp_path: Path, weights: Path) 
     (other / "config.json").write_text(json.dumps({"eos_token_id": [END, TURN + 1]}))
     beside = load_config("llama2-tiny", [f"data.tokenizer={other}"])
     assert find_checkpoint_companions(beside, Root.of(weights), other) == Companions({"eos_token_id": [END, TURN + 1]})
-
-
-def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(weights: Path) -> None:
     found = find_checkpoint_companions(run_of(), Root.of(weights), None)
     files = model_files(load_config("llama2-tiny").model, torch.bfloat16, None, found)
     described = json.loads(files.pop("config.json"))

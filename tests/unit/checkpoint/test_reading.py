@@ -3,6 +3,7 @@
 import itertools
 import pickle
 import random
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -12,8 +13,10 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint import host_buffer
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, Pieces
+from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
 from shardwise.checkpoint.storage.root import DamageError, StoreError
 from shardwise.distributed.mesh import Mesh
 from tests.stored import small_tensors, write_checkpoint
@@ -84,20 +87,79 @@ class Everything:
             read_tensors(self.source, self.wants, Mesh(device="cpu"))
 
 
-def test_a_store_without_an_answer_is_no_damage(tmp_path: Path) -> None:
+def test_a_store_without_an_answer_is_no_damage_and_damage_stays_damage(tmp_path: Path) -> None:
     """And it is asked once: each answer may take minutes not to come."""
     whole, first = Everything(tmp_path), "rank-00000.safetensors"
     with pytest.raises(StoreError, match=rf"{first} cannot be read: no answer within 60 s$") as met:
         whole.read(first, TimeoutError("no answer within 60 s"))
     assert type(met.value) is StoreError
     assert whole.reads.count(first) == 1
-
-
-def test_damage_stays_damage_whatever_else_gives_no_answer(tmp_path: Path) -> None:
-    whole = Everything(tmp_path)
+    whole = Everything(tmp_path / "damaged")
     damaged = whole.folder.local() / "model.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
     with pytest.raises(DamageError, match=r"model.safetensors is damaged: bytes [^;]*$"):
         whole.read("rank-00001.safetensors", PermissionError(13, "Permission denied"))
+
+
+CPU = torch.device("cpu")
+
+
+def carried(buffer: HostBuffer, tensors: list[torch.Tensor]) -> bytes:
+    """What comes out at the other end, in another thread."""
+    found = bytearray()
+
+    def consume() -> None:
+        for block in buffer.blocks():
+            found.extend(block)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    for tensor in tensors:
+        buffer.put(tensor)
+    buffer.end()
+    thread.join(30)
+    assert not thread.is_alive(), "the consumer still waits"
+    return bytes(found)
+
+
+@pytest.mark.parametrize("limit", [None, 8192, 100_000])
+def test_bytes_in_order(limit: int | None) -> None:
+    tensors = [
+        torch.arange(5000, dtype=torch.float32).view(50, 100).t(),  # not contiguous
+        torch.randn(3, 7, 11).to(torch.bfloat16),
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+        torch.randn(2, 40_000),  # a row is longer than the smallest block
+    ]
+    tensors.insert(2, torch.zeros(1, dtype=torch.bfloat16))  # and the next is not aligned to its size
+    wanted = b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
+    buffer = HostBuffer(CPU, limit)
+    assert carried(buffer, tensors) == wanted, "first save"
+    assert carried(buffer, tensors) == wanted, "second save, in blocks used before"
+
+
+def test_a_given_up_save_reaches_the_writer_and_memory_stays_within_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = HostBuffer(CPU)
+    buffer.put(torch.ones(10))
+    buffer.abort()
+    with pytest.raises(CopyAborted):
+        list(buffer.blocks())
+    assert carried(buffer, [torch.ones(2)]) == torch.ones(2).numpy().tobytes(), "the next save is whole again"
+    # Pinned memory is lost to other programs as long as the run lasts; beyond the bound other memory is used.
+    allocated, pinned, empty = list[int](), list[bool](), torch.empty
+
+    def counting(size: int, *, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        allocated.append(size)
+        pinned.append(pin_memory)
+        return empty(size, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "empty", counting)
+    assert len(carried(HostBuffer(CPU, 64 * 1024), [torch.ones(1_000_000)])) == 4_000_000
+    assert 0 < sum(allocated) <= 64 * 1024, f"{sum(allocated)} bytes of host memory, 65,536 were allowed"
+    pinned.clear()
+    monkeypatch.setattr(host_buffer, "PINNED_BYTES", 3 * host_buffer.BLOCK_BYTES)
+    monkeypatch.setattr(host_buffer.devices, "side_stream", lambda device: None)
+    HostBuffer(torch.device("cuda")).put(torch.zeros(5 * host_buffer.BLOCK_BYTES // 4))
+    assert pinned == [True] * 3 + [False] * 2

@@ -217,7 +217,8 @@ def test_what_a_command_prints_fits(
     whole = cli(*line.split()).out
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     shown = cli(*line.split()).out
-    assert max(map(len, shown.splitlines())) <= 80
+    # No word is cut, such as the path of a folder.
+    assert max(len(row) for row in shown.splitlines() if " " in row.strip()) <= 80
     if "--dry-run" in line:
         # The host's free memory differs from moment to moment.
         first, second = (re.sub(r"#|[\d.]+", "", text).split() for text in (shown, whole))

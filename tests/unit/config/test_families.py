@@ -39,7 +39,7 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
     return caught.value.problems
 
 
-def test_positions_windows_and_other_names_of_keys() -> None:
+def test_positions_windows_other_names_of_keys_and_keys_of_own_models() -> None:
     every_fourth = model_of("smollm3", num_hidden_layers=6)
     assert [every_fourth.rotates(layer) for layer in range(6)] == [True, True, True, False, True, True]
     assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1, 0, 1]) == every_fourth
@@ -61,19 +61,6 @@ def test_positions_windows_and_other_names_of_keys() -> None:
     ]
     assert model_of("gpt", intermediate_size=None).intermediate_size == 256, "four times as wide"
     assert model_of("gpt_neox", rotary_emb_base=5000) == model_of("gpt_neox", rope_theta=5000)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "problem"),
-    ROWS["refused"],
-)
-def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: str) -> None:
-    found = problems({"family": family, **SIZES, **changes})
-    assert len(found) == 1, found
-    assert found[0].startswith(problem)
-
-
-def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
     config = config_of({**OWN, "depth": 3, "nested": {"width": 5}})
     assert isinstance(config.model, UserModelConfig)
     assert config.model.model_dump()["nested"] == {"width": 5}
@@ -82,10 +69,14 @@ def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
     assert check_layout(config_of(OWN, parallel={"tensor": 7}), 7).tensor == 7
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    ROWS["own"],
-)
+@pytest.mark.parametrize(("family", "changes", "problem"), ROWS["refused"])
+def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: str) -> None:
+    found = problems({"family": family, **SIZES, **changes})
+    assert len(found) == 1, found
+    assert found[0].startswith(problem)
+
+
+@pytest.mark.parametrize(("changes", "problem"), ROWS["own"])
 def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: str) -> None:
     found = problems({**OWN, **changes}, world=2, parallel={"tensor": 2})
     assert len(found) == 1, found

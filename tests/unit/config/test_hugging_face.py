@@ -234,6 +234,11 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
     assert config.model.model_dump(mode="json") == model.model_dump(mode="json") | {"ignore": [*notes]}
     assert config_from_sections(config.model_dump(mode="json")) == config
     assert "ignore" not in to_hugging_face(model)
+    for name in ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "pretraining_tp"]:
+        with pytest.raises(
+            ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"
+        ):
+            from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
 
 
 def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_path: Path) -> None:
@@ -248,14 +253,6 @@ def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_pa
     assert config_from_sections(named | {"checkpoint": {"load": "weights"}}).companions is None
     assert config_from_sections(named | {"checkpoint": {"companions": "other"}}).companions == "other"
     assert load_config("llama2-tiny").companions is None
-
-
-@pytest.mark.parametrize(
-    "name", ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "pretraining_tp"]
-)
-def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):
-        from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
 
 
 @pytest.mark.parametrize(

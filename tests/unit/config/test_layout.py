@@ -1,9 +1,14 @@
-"""Layouts, and configurations that do not fit them."""
+"""Layouts, configurations that do not fit them, orders of sums that they share, and the ranks that a token visits."""
+
+from itertools import combinations
+from statistics import mean
+from typing import Any
 
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Layout, check_layout, load_config
+from shardwise.config import Layout, check_layout, load_config, resume_changes, resume_problems
+from shardwise.config.routing import Routing
 from tests.unit.config.refusals import layout_of, problem, problems
 
 
@@ -62,7 +67,7 @@ def test_what_no_trained_tokenizer_can_do_needs_one_or_weights(keys: list[str]) 
         assert layout_of([*keys, given], world=1)
 
 
-def test_all_misfits_are_told_at_once() -> None:
+def test_all_misfits_are_told_at_once_and_a_layout_checks_itself() -> None:
     overrides = ("parallel.sequence=true", "train.global_batch=9", "optimizer.warmup_steps=99")
     found = problems("parallel.tensor=3", *overrides, world=6)
     names = ["train.global_batch", *["parallel.tensor"] * 3, "optimizer.warmup_steps"]
@@ -71,9 +76,6 @@ def test_all_misfits_are_told_at_once() -> None:
     assert heads in problems("parallel.tensor=3", world=3)
     told = "parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones"
     assert problem("parallel.context=2", recipe="bert-tiny", world=2).startswith(told)
-
-
-def test_a_layout_checks_itself_and_is_recorded_under_the_names_of_the_format() -> None:
     for world, tensor, least in ((2, 2, 4), (6, 4, 8)):
         told = rf"number of ranks \({world}\) must be a multiple of .*\({tensor} × 2 = {least}\): nearest {least}"
         with pytest.raises(ConfigError, match=told):
@@ -87,3 +89,57 @@ def test_a_layout_checks_itself_and_is_recorded_under_the_names_of_the_format() 
     assert recorded == {"world": 8, "tensor": 2, "sequence": True, "pipeline": 2, "virtual": 1, "data": 2}
     parts = [Layout(8, tensor=4, sequence_parallel=sequence).sequence_parts for sequence in (False, True)]
     assert parts == [1, 4], "a sequence is cut by sequence parallelism alone"
+
+
+def resolved(*overrides: str) -> dict[str, Any]:
+    return load_config("llama2-tiny", overrides).model_dump(mode="json")
+
+
+def test_groups_are_as_many_as_may_be_and_the_order_of_sums_stays_at_other_layouts() -> None:
+    for micro_batches, groups in [(1, 1), (6, 2), (48, 8)]:
+        config = load_config("llama2-tiny", [f"train.global_batch={2 * micro_batches}", "train.bitwise=true"])
+        assert config.grains == {"tp": 4, "cp": 1, "dp": groups}
+        assert load_config("llama2-tiny").grains == {}
+    for override, value in [("parallel.grain=2", "4"), ("train.data_grain=2", "4"), ("compile.enabled=true", "false")]:
+        (sentence,) = resume_problems(resolved("train.bitwise=true"), resolved("train.bitwise=true", override))
+        assert sentence.splitlines()[1].strip() == override.replace("=", " (") + f") must be {value}"
+    then = resolved("train.bitwise=true")
+    written = resolved("train.bitwise=true", "train.data_grain=4")
+    assert resume_problems(then, written) == []
+    assert resume_changes(then, written) == []
+    other = resolved("train.bitwise=true", "parallel.tensor=2", "parallel.sequence=true", "optimizer.zero=1")
+    assert resume_problems(then, other) == []
+    # The grain of a context degree stays where the degree changes.
+    cut = resolved("train.bitwise=true", "parallel.context=2")
+    (sentence,) = resume_problems(cut, then)
+    assert "parallel.context_grain (1) must be 2" in sentence
+    assert resume_problems(cut, resolved("train.bitwise=true", "parallel.context_grain=2")) == []
+    for stored, now in ((["train.bitwise=true"], ORDER), ([], ["train.bitwise=true", *ORDER]), ([], ORDER)):
+        assert resume_problems(resolved(*stored), resolved(*now)) == []
+        changes = resume_changes(resolved(*stored), resolved(*now))
+        assert {"parallel.grain 4 → 2", "train.micro_batch 2 → 1"} < set(changes)
+
+
+ORDER = ["train.data_grain=2", "train.micro_batch=1", "train.threads=2", "parallel.vocab_multiple=16"]
+ORDER += ["parallel.grain=2", "compile.enabled=true"]
+"""Other orders of sums than those of llama2-tiny."""
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 12])
+@pytest.mark.parametrize(
+    "routing",
+    [Routing(12, 1), Routing(12, 3), Routing(12, 12), Routing(12, 2, groups=3, chosen_groups=2),
+     Routing(12, 3, groups=6, chosen_groups=3), Routing(12, 4, groups=4, chosen_groups=2)],
+    ids=str,
+)  # fmt: skip
+def test_a_token_visits_as_many_ranks_as_the_mean_of_all_its_choices(routing: Routing, ranks: int) -> None:
+    size, held = routing.experts // routing.groups, routing.experts // ranks
+    visits = [
+        len({expert // held for expert in chosen})
+        for groups in combinations(range(routing.groups), routing.chosen_groups)
+        for chosen in combinations(
+            [expert for expert in range(routing.experts) if expert // size in groups], routing.per_token
+        )
+    ]
+    if max(size, held) % min(size, held) == 0:  # no rank has a part of a group and of another one
+        assert routing.visits(ranks) == pytest.approx(mean(visits), rel=1e-12)

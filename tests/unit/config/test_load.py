@@ -10,11 +10,14 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import dump_yaml, parse_yaml
 from shardwise.config import Config, config_from_sections, load_config, recipe_name, recipe_names, recipe_text
 from tests.arch.source import config_fields
+from tests.rows import rows_of
 from tests.unit.config.hub import GPT2
 from tests.unit.config.refusals import problem, problems
 
+ROWS = rows_of(__file__)
 
-def test_overrides_replace_keys_in_any_case() -> None:
+
+def test_overrides_replace_keys_and_what_is_resolved_is_frozen_and_reads_back() -> None:
     config = load_config("llama2-tiny", ["optimizer.lr=1e-4", "data.path=my.txt", "optimizer.max_norm=null"])
     assert (config.optimizer.lr, config.data.path, config.optimizer.max_norm) == (1e-4, "my.txt", None)
     assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
@@ -23,6 +26,17 @@ def test_overrides_replace_keys_in_any_case() -> None:
     assert (config.optimizer.name, config.parallel.schedule) == ("adamw", "1f1b")
     assert (config.precision.mode, config.checkpoint.resume) == ("bfloat16", "auto")
     assert config.log.trackers == ("wandb", "mlflow")
+    overrides = ["log.sample_prompt='1e-4'", "data.path=no", "model.rope_scaling={rope_type: linear, factor: 2}"]
+    config = load_config("quickstart", overrides)
+    assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+    with pytest.raises(ValidationError):
+        config.train.steps = 3
+    keys = config_fields()
+    assert {"model.rotary_pct", "model.rms_norm_eps", "train.steps"} <= set(keys)
+    assert [key for key, field in keys.items() if not field.description] == []
+    assert [name for name, section in Config.model_fields.items() if not section.description] == []
+    recipes = {"quickstart": "quickstart", "a/b.yaml": "b", "x.y.yml": "x.y", "a/b": "b"}
+    assert {recipe: recipe_name(recipe) for recipe in recipes} == recipes
 
 
 @pytest.mark.parametrize(
@@ -124,32 +138,12 @@ def test_keys_beside_a_hugging_face_file_change_it(gpt2_folder: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
-    [
-        (["model.config="], "model.config (None) must be the path of a Hugging Face config.json or of its folder"),
-        (["model.config=FOLDER", "model.family=llama"], "model.family ('llama') must be left out or gpt, as model"),
-        (["model.config=FOLDER", "model.hiden_size=3"], "model.hiden_size: unknown key; did you mean model.hidden"),
-        (["model.config=FOLDER", "model.n_head=7"], "model.hidden_size (768) must be a multiple of"),
-        (["model.config=FOLDER/alibi.json"], "model.config: FOLDER/alibi.json: alibi (true) is not supported"),
-    ],
+    ROWS["hugging_face"],
 )
 def test_what_is_wrong_with_a_hugging_face_file(gpt2_folder: Path, overrides: list[str], told: str) -> None:
     (gpt2_folder / "alibi.json").write_text(json.dumps({**GPT2, "alibi": True}))
     found = problem(*(text.replace("FOLDER", str(gpt2_folder)) for text in overrides))
     assert found.startswith(told.replace("FOLDER", str(gpt2_folder)))
-
-
-def test_a_resolved_configuration_is_frozen_reads_back_as_itself_and_every_key_describes_itself() -> None:
-    overrides = ["log.sample_prompt='1e-4'", "data.path=no", "model.rope_scaling={rope_type: linear, factor: 2}"]
-    config = load_config("quickstart", overrides)
-    assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
-    with pytest.raises(ValidationError):
-        config.train.steps = 3
-    keys = config_fields()
-    assert {"model.rotary_pct", "model.rms_norm_eps", "train.steps"} <= set(keys)
-    assert [key for key, field in keys.items() if not field.description] == []
-    assert [name for name, section in Config.model_fields.items() if not section.description] == []
-    recipes = {"quickstart": "quickstart", "a/b.yaml": "b", "x.y.yml": "x.y", "a/b": "b"}
-    assert {recipe: recipe_name(recipe) for recipe in recipes} == recipes
 
 
 @pytest.mark.parametrize(

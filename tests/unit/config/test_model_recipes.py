@@ -39,15 +39,6 @@ def test_any_model_that_is_read_trains(values: dict[str, Any], tmp_path: Path) -
         assert load_config(str(tmp_path), keys).data.is_named
 
 
-def test_rates_and_batches_are_the_published_ones(folder: Path) -> None:
-    """Those of Llama 3 8B and 70B, and of Llama 2 for the batch of both."""
-    for width, rate, zero in ((4096, 3e-4, 3), (8192, 1.5e-4, 3), (1024, 6e-4, 1)):
-        (folder / "config.json").write_text(json.dumps({**QWEN3_8B, "hidden_size": width}))
-        config = load_config(str(folder))
-        assert (config.optimizer.lr, config.optimizer.zero) == (rate, zero)
-        assert config.train.global_batch == (1024 if width > 2048 else 256)
-
-
 @pytest.mark.parametrize(("steps", "warmup"), [(100, 2), (7, 0), ("1T", 4768), ("3M", 1)])
 def test_the_warmup_follows_the_steps_and_the_last_rate_the_first(folder: Path, steps: int | str, warmup: int) -> None:
     keys = [f"train.steps={steps}", "optimizer.lr=1e-5"]
@@ -59,7 +50,7 @@ def test_the_warmup_follows_the_steps_and_the_last_rate_the_first(folder: Path, 
     assert config.data.split_weights[:2] == (95, 5), "text is held out"
 
 
-def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_places_of_a_model_and_what_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     (folder / "odd.json").write_text((folder / "config.json").read_text())
     for named in (str(folder), "./Qwen3-8B", "Qwen3-8B", "Qwen3-8B/config.json", "./Qwen3-8B/odd.json"):
@@ -70,9 +61,20 @@ def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(folder)
     assert recipe_name("config.json") == recipe_name(".") == "Qwen3-8B"
     assert load_config("config.json") == load_config(".")
+    # A shipped recipe, a run and a misspelt path stay what they are, and no request is sent for them.
+    monkeypatch.chdir(folder.parent)
+    (folder / "config.yaml").write_text("model: {}")
+    (folder.parent / "gpt2").mkdir()
+    (folder.parent / "gpt2/config.json").write_text(json.dumps(FILES["pythia-6.9b"]))
+    paths = ("mine.yaml", "acme/mine.yaml", "Qwen3-8B/none", "./none/here", "a/b/c")
+    for named in ("Qwen3-8B", "gpt2", "lama3-tiny", "", *paths):
+        assert not is_model_recipe(named)
+    assert load_config("gpt2").model.family == "gpt"
+    with pytest.raises(ConfigError, match="is a run's folder"):
+        recipe_text(str(folder))
 
 
-def test_its_tokenizer_comes_along(folder: Path) -> None:
+def test_its_tokenizer_comes_along_and_rates_and_batches_are_the_published_ones(folder: Path) -> None:
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl data.tokenizer=YOUR_TOKENIZER_FOLDER"
     assert "weights are new" in (said := model_recipe_remark(str(folder), load_config(str(folder))))
     assert "tokenizer is that of" not in said
@@ -88,20 +90,12 @@ def test_its_tokenizer_comes_along(folder: Path) -> None:
     assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in model_recipe_remark("acme/tiny@v1", config)
     assert f"tokenizer is that of {folder};" in said
     assert "train.sequence_length=4096 train.global_batch=1024 train.steps=7 optimizer.lr=0.0003 " in said
-
-
-def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shipped recipe, a run and a misspelt path stay what they are, and no request is sent for them."""
-    monkeypatch.chdir(folder.parent)
-    (folder / "config.yaml").write_text("model: {}")
-    (folder.parent / "gpt2").mkdir()
-    (folder.parent / "gpt2/config.json").write_text(json.dumps(FILES["pythia-6.9b"]))
-    paths = ("mine.yaml", "acme/mine.yaml", "Qwen3-8B/none", "./none/here", "a/b/c")
-    for named in ("Qwen3-8B", "gpt2", "lama3-tiny", "", *paths):
-        assert not is_model_recipe(named)
-    assert load_config("gpt2").model.family == "gpt"
-    with pytest.raises(ConfigError, match="is a run's folder"):
-        recipe_text(str(folder))
+    # Those of Llama 3 8B and 70B, and of Llama 2 for the batch of both.
+    for width, rate, zero in ((4096, 3e-4, 3), (8192, 1.5e-4, 3), (1024, 6e-4, 1)):
+        (folder / "config.json").write_text(json.dumps({**QWEN3_8B, "hidden_size": width}))
+        config = load_config(str(folder))
+        assert (config.optimizer.lr, config.optimizer.zero) == (rate, zero)
+        assert config.train.global_batch == (1024 if width > 2048 else 256)
 
 
 def test_the_commands_take_it(folder: Path) -> None:

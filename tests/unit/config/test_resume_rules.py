@@ -65,7 +65,7 @@ def test_what_must_stay(override: str, difference: str) -> None:
     assert fix == f"set it back{change}{rest}"
 
 
-def test_younger_keys_all_that_differs_and_batches_that_stay() -> None:
+def test_fault_23_what_is_recorded_holds_no_secret_and_younger_keys_change_nothing() -> None:
     old = resolved()
     del old["train"]["skip_batches"], old["train"]["dropout_mode"], old["checkpoint"]
     expect_no_change(old, resolved())
@@ -88,13 +88,6 @@ def test_younger_keys_all_that_differs_and_batches_that_stay() -> None:
     assert kept_batch_note(began, load_config("llama2-tiny").train) is None
     del began["train"]["batch_rule"]
     assert kept_batch_note(began, rule.train) == note, "a run of before rules were stored"
-
-
-SECRET = "see https://me:word@host/page?key=word"
-SHOWN = "see https://(redacted)@host/page?(redacted)"
-
-
-def test_fault_23_a_recorded_configuration_holds_no_secret_and_goes_on() -> None:
     options = f"compile.options={{a: ['{SECRET}'], api_key: word}}"
     environment = f"launch.environment={{URL: '{SECRET}'}}"
     config = load_config("llama2-tiny", [f"log.sample_prompt={SECRET}", options, environment])
@@ -110,3 +103,7 @@ def test_fault_23_a_recorded_configuration_holds_no_secret_and_goes_on() -> None
         for stored in (new.recorded(), new.model_dump(mode="json")):
             for config in (new, renewed):
                 expect_no_change(stored, config.recorded())
+
+
+SECRET = "see https://me:word@host/page?key=word"
+SHOWN = "see https://(redacted)@host/page?(redacted)"

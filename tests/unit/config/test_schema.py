@@ -15,6 +15,9 @@ from shardwise.config.load import config_from_sections
 from shardwise.config.recipe_files import recipe_text
 from shardwise.config.schema import recipe_schema
 from tests.arch.source import ROOT
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 SCHEMA = recipe_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -31,7 +34,7 @@ def test_a_recipe_and_its_resolved_configuration_fit(name: str) -> None:
     assert not places(parse_yaml(dump_yaml(load_config(name).model_dump(mode="json")), name))
 
 
-def test_recipes_of_the_pages_fit() -> None:
+def test_recipes_of_pages_own_models_and_other_spellings_fit(capsys: pytest.CaptureFixture[str]) -> None:
     found = 0
     for page in ROOT.glob("docs/**/*.md"):
         for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
@@ -41,31 +44,6 @@ def test_recipes_of_the_pages_fit() -> None:
                 wrong = [place for place in places(values) if place]  # a part of a recipe lacks sections
                 assert not wrong, f"{page.name}: {wrong}"
     assert found
-
-
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ({"train": {"stepz": 3}}, "train"),
-        ({"train": {"steps": "many"}}, "train.steps"),
-        ({"train": {"recompute": "some"}}, "train.recompute"),
-        ({"trian": {}}, ""),
-        ({"model": {"layer_norm_eps": 1e-5}}, "model"),
-        ({"model": {"family": "lama"}}, "model.family"),
-        ({"parallel": {"tensor": True}}, "parallel.tensor"),
-        ({"evaluation": {"sets": {"code": {"pth": "x"}}}}, "evaluation.sets.code"),
-    ],
-)
-def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place: str) -> None:
-    values = parse_yaml(recipe_text("llama2-tiny"), "")
-    for section, keys in change.items():
-        values[section] = {**values.get(section, {}), **keys} if isinstance(keys, dict) else keys
-    assert place in places(values)
-    with pytest.raises(ConfigError):
-        config_from_sections(values)
-
-
-def test_a_model_by_its_file_or_of_ones_own_and_other_spellings_fit(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     values = parse_yaml(recipe_text("gpt2"), "")
     model = values["model"]
@@ -83,3 +61,13 @@ def test_a_model_by_its_file_or_of_ones_own_and_other_spellings_fit(capsys: pyte
     assert json.loads(capsys.readouterr().out) == SCHEMA
     assert main(["recipes", "gpt2", "--schema"]) == 2
     assert "--schema" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "place"), ROWS["refused"])
+def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place: str) -> None:
+    values = parse_yaml(recipe_text("llama2-tiny"), "")
+    for section, keys in change.items():
+        values[section] = {**values.get(section, {}), **keys} if isinstance(keys, dict) else keys
+    assert place in places(values)
+    with pytest.raises(ConfigError):
+        config_from_sections(values)

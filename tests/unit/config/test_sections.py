@@ -4,27 +4,24 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.cli import main
+from shardwise.cli.entry import COMMANDS
 from shardwise.config import OptimizerConfig, PrecisionConfig, apply_overrides, config_from_sections, load_config
+from shardwise.config.suggestions import REMOVED
+from tests.rows import rows_of
 from tests.unit.config.refusals import layout_of, problem
+from tests.unit.config.test_families import OWN, problems
+
+ROWS = rows_of(__file__)
 
 
-@pytest.mark.parametrize(
-    ("keys", "accelerator", "expected"),
-    [
-        ({}, False, ("float32",) * 4),
-        ({}, True, ("bfloat16", "float32", "float32", "float32")),
-        ({"mode": "float32"}, True, ("float32",) * 4),
-        ({"mode": "mixed"}, False, ("bfloat16", "float32", "float32", "float32")),
-        ({"mode": "bfloat16"}, False, ("bfloat16",) * 4),
-        ({"mode": "bfloat16", "optimizer": "float32", "reduce": "float32"}, True, ("bfloat16",) * 2 + ("float32",) * 2),
-    ],
-)
-def test_precision_of_each_mode(keys: dict[str, str], accelerator: bool, expected: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("keys", "accelerator", "expected"), ROWS["precisions"])
+def test_precision_of_each_mode(keys: dict[str, str], accelerator: bool, expected: list[str]) -> None:
     precision = PrecisionConfig.model_validate(keys).resolved(accelerator)
-    assert (precision.parameter, precision.gradient, precision.reduce, precision.optimizer) == expected
+    assert (precision.parameter, precision.gradient, precision.reduce, precision.optimizer) == tuple(expected)
 
 
-def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
+def test_a_batch_for_a_number_of_ranks_and_anything_else_to_go_on_at() -> None:
     config = load_config("llama2-tiny", ["train.global_batch=8 per 32 ranks"])
     assert config.train.global_batch == 8, "before the number of ranks is known, it is that of the rule"
     assert config.with_batch_for(64).train.global_batch == 16
@@ -43,19 +40,12 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
     for wrong in ("8 per node", "0 per 32 ranks", "8 per 0 ranks"):
         told = f"train.global_batch ('{wrong}') must be a whole number, or 'N per M ranks'"
         assert problem(f"train.global_batch={wrong}") == told
+    for value, shown in [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")]:
+        told = f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
+        assert problem(f"checkpoint.resume={value}") == told
 
 
-@pytest.mark.parametrize(
-    ("recipe", "keys", "section", "expected"),
-    [
-        ("quickstart", "model.num_key_value_heads=null", "model", {"num_key_value_heads": 4}),
-        ("quickstart", "model.head_dim=null", "model", {"head_dim": 32}),
-        ("llama2-tiny", "", "optimizer", {"eps": 1e-8}),
-        ("llama2-tiny", "optimizer.name=lamb", "optimizer", {"eps": 1e-6}),
-        ("llama2-tiny", "checkpoint.resume=10 train.skip_batches=3", "train", {"skip_batches": 3}),
-        ("quickstart", "", "checkpoint", {"every_minutes": 30}),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "keys", "section", "expected"), ROWS["derived"])
 def test_what_a_key_is_derived_from(recipe: str, keys: str, section: str, expected: dict[str, object]) -> None:
     config = load_config(recipe, keys.split())
     assert config.model_dump()[section].items() >= expected.items()
@@ -68,12 +58,6 @@ def test_what_a_key_is_derived_from(recipe: str, keys: str, section: str, expect
 )
 def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected: int) -> None:
     assert load_config("bert-tiny", overrides).data.predictions(length) == expected
-
-
-def test_anything_else_to_go_on_at_is_one_mistake() -> None:
-    for value, shown in [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")]:
-        told = f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
-        assert problem(f"checkpoint.resume={value}") == told
 
 
 @pytest.mark.parametrize(("key", "login", "scheme"), [("path", "AKIA:se/cr+et", "https"), ("load", ":word", "az")])
@@ -90,7 +74,7 @@ def test_passwords_and_query_strings_have_no_place_in_the_configuration(key: str
         assert load_config("llama2-tiny", [f"checkpoint.path={url}"]).checkpoint.path == url
 
 
-def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
+def test_a_set_is_a_path_or_keys_of_data_and_data_and_blends_have_names() -> None:
     config = load_config("gpt-tiny", ["data.blend=[0.7,/data/a,30,b/c]", "data.split=980,10,10"])
     data = config.data
     assert data.blend == (0.7, "/data/a", 30.0, "b/c")
@@ -102,6 +86,19 @@ def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
     assert [(each.key, each.name) for each in (tiny, own)] == [("data.dataset", "tiny"), ("data.path", "a.txt")]
     assert (tiny.weighted_prefixes, own.weighted_prefixes) == ([], [(1.0, "a.txt")])
     assert tiny.split_weights == (95.0, 5.0, 0.0)
+    given = "evaluation.sets={code: code.txt, wiki: {path: wiki.jsonl, text_key: body}}"
+    config = load_config("llama2-tiny", [EVERY, given])
+    sets = config.evaluation.sets
+    assert (sets["code"].path, sets["wiki"].text_key) == ("code.txt", "body")
+    assert sets["code"].split == sets["wiki"].split == "1,0"
+    assert config_from_sections(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
+    # Nothing need be held out beside sets.
+    keys = [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"]
+    assert layout_of(keys, world=1)
+    assert not load_config("llama2-tiny", keys).evaluates_held_out
+    assert problem("evaluation.sets.a=x", world=1).startswith("evaluation.sets (a) need train.eval_every")
+    told = "evaluation.tasks must be left out with model.family bert"
+    assert problem("evaluation.tasks=[x]", recipe="bert-tiny", world=1).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -114,3 +111,33 @@ def test_steps_after_the_last_point_that_learn_nothing_are_told(factor: float | 
     lines = settings.steps_without_rate(steps)
     assert len(lines) == told
     assert not told or lines[0].startswith(f"steps 20 to {steps} (train.steps) have a learning rate of 0, ")
+
+
+EVERY = "train.eval_every=2"
+
+
+@pytest.mark.parametrize("spelling", REMOVED)
+def test_what_was_removed_is_answered_by_what_to_use_instead(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
+    *command, name = spelling.split()
+    if not command:
+        name, _, value = name.partition("=")
+        command, name = ["train", "quickstart"], f"{name}={value or 'x'}"
+    assert command[0] in COMMANDS
+    assert main([*command, name]) == 2
+    assert f"{spelling} was removed: {REMOVED[spelling]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("degree", "schedule", "batches"),
+    [(4, "1f1b", [4]), (2, "dualpipev", [4]), (4, "interleaved", [8, 10]), (4, "interleaved_zero_bubble", [12, 15])],
+)
+def test_batches_that_a_refusal_names_are_taken(degree: int, schedule: str, batches: list[int]) -> None:
+    """The refusals themselves are rows of refusals.yaml."""
+    keys = ["train.micro_batch=1", f"parallel.pipeline={degree}", f"parallel.schedule={schedule}"]
+    for batch in batches:
+        assert layout_of([*keys, f"train.global_batch={batch}"], "gpt-tiny", degree).pipeline == degree
+
+
+def test_a_model_of_your_own_has_no_stages() -> None:
+    (sentence,) = problems(OWN, world=2, parallel={"pipeline": 2})
+    assert sentence.startswith("parallel.pipeline (2) must be 1 with a model of your own (model.family my.package")

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import ConfigError, LostPeerError
+from shardwise.distributed import collectives, rendezvous, wait_limit
 from shardwise.distributed import mesh as meshes
-from shardwise.distributed import rendezvous, wait_limit
 from shardwise.distributed.mesh import Group, Mesh
-from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import pretend_group
 
 
 def test_one_process_is_a_mesh_of_ones_and_groups_split_equally() -> None:
@@ -40,7 +40,9 @@ def test_a_degree_is_a_whole_number(axis: str, degree: Any) -> None:
     assert Mesh(**{axis: np.int64(1)}, device="cpu").world.size == 1  # type: ignore[arg-type]
 
 
-def test_a_launched_process_without_a_process_group_is_told_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_takes_the_launchers_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     told = (
         r"^a launcher started 2 ranks \(WORLD_SIZE\), and each would train alone: call torch\.distributed"
@@ -49,9 +51,6 @@ def test_a_launched_process_without_a_process_group_is_told_what_to_call(monkeyp
     for tensor in (1, 2):
         with pytest.raises(RuntimeError, match=told):
             Mesh(tensor=tensor, device="cpu")
-
-
-def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, timedelta]] = []
     watched: list[float] = []
     defaults: list[timedelta] = []
@@ -115,3 +114,13 @@ def test_bytes_follow_the_ring_formulas(kind: str, wanted: int) -> None:
     group.count(kind, 100)
     assert group.meter.bytes == {kind: 2 * wanted}
     assert group.meter.calls == {kind: 2}
+
+
+def test_tensors_of_any_dtype_follow_one_another_in_a_buffer() -> None:
+    tensors = [[torch.arange(3.0).bfloat16(), torch.arange(2.0)], [], [torch.arange(5, dtype=torch.uint8)]]
+    tensors[2].append(torch.arange(4.0).double().view(2, 2))
+    buffer = torch.zeros(sum(collectives._slot_bytes(one) for each in tensors for one in each), dtype=torch.uint8)
+    for slot, tensor in collectives._slots(buffer, tensors):
+        slot.copy_(tensor)
+    for slot, tensor in collectives._slots(buffer, tensors):
+        assert torch.equal(slot, tensor)

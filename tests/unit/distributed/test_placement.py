@@ -15,7 +15,7 @@ from shardwise.distributed.placement import SEEDED_ROWS, Box, Init, Piece, Place
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.linear import GQAQKVColumnParallelLinear, MergedColumnParallelLinear
 from shardwise.layers.norm import RMSNorm
-from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import pretend_group
 
 NORMAL = Init.normal(0.02)
 
@@ -102,16 +102,28 @@ def test_columns_and_replicated_tile_the_tensor(degree: int) -> None:
         assert all(piece.partial == (partial and degree > 1) for piece in whole)
 
 
-@pytest.mark.parametrize("grain", [None, 4])
-def test_a_gradient_that_no_layer_sums_stays_partial(grain: int | None) -> None:
-    group = pretend_group(1, 2)
-    group.grain = grain
-    norm = RMSNorm(6, sequence_parallel_enabled=True, group=group, seed=0, name="norm")
-    of_norm = placement.of(norm.weight)
-    pieces = (placement.Piece.replicated("w", (6,), group, NORMAL, partial=True),)
-    of_user = placement.of(placement.make_parameter((6,), pieces, group, seed=0))
-    assert (of_norm.pieces[0].partial, of_norm.is_ordered) == (grain is None, grain is not None)
-    assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
+def test_gradients_that_stay_partial_rounded_draws_and_padding() -> None:
+    for grain in [None, 4]:
+        group = pretend_group(1, 2)
+        group.grain = grain
+        norm = RMSNorm(6, sequence_parallel_enabled=True, group=group, seed=0, name="norm")
+        of_norm = placement.of(norm.weight)
+        pieces = (placement.Piece.replicated("w", (6,), group, NORMAL, partial=True),)
+        of_user = placement.of(placement.make_parameter((6,), pieces, group, seed=0))
+        assert (of_norm.pieces[0].partial, of_norm.is_ordered) == (grain is None, grain is not None)
+        assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
+    for dtype in [torch.bfloat16, torch.float64]:
+        before = torch.get_rng_state()
+        assert torch.equal(drawn(CUTS["rows"], 0, 1, dtype), drawn(CUTS["rows"], 0, 1).to(dtype))
+        assert torch.equal(torch.get_rng_state(), before), "a seeded draw advanced torch's default generator"
+    for rank in range(4):
+        layer = ParallelEmbedding(9, 4, group=pretend_group(rank, 4), name="e", seed=1)
+        record = placement.of(layer.weight)
+        held = record.pieces[0].box.size[0]
+        assert layer.weight.shape == (3, 4)
+        assert bool((layer.weight[held:] == 0).all()), "padding rows are drawn"
+        assert bool((layer.weight[:held] != 0).all()), "held rows are not drawn"
+        assert record.numel == held * 4
 
 
 CUTS: dict[str, Callable[[Group, Init], Piece]] = {
@@ -168,24 +180,6 @@ def test_shards_blocks_names_and_seeds_draw_differently() -> None:
     assert not torch.equal(first, draw(1, "b")), "two tensors of one run are the same"
     assert not torch.equal(first[:SEEDED_ROWS], first[SEEDED_ROWS:]), "two runs of rows are the same"
     assert torch.equal(first[:SEEDED_ROWS], draw(1, "a", 3 * SEEDED_ROWS)[:SEEDED_ROWS]), "full runs depend on the rest"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_draws_are_float32_draws_rounded(dtype: torch.dtype) -> None:
-    before = torch.get_rng_state()
-    assert torch.equal(drawn(CUTS["rows"], 0, 1, dtype), drawn(CUTS["rows"], 0, 1).to(dtype))
-    assert torch.equal(torch.get_rng_state(), before), "a seeded draw advanced torch's default generator"
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_padding_is_zero_and_counted_nowhere(rank: int) -> None:
-    layer = ParallelEmbedding(9, 4, group=pretend_group(rank, 4), name="e", seed=1)
-    record = placement.of(layer.weight)
-    held = record.pieces[0].box.size[0]
-    assert layer.weight.shape == (3, 4)
-    assert bool((layer.weight[held:] == 0).all()), "padding rows are drawn"
-    assert bool((layer.weight[:held] != 0).all()), "held rows are not drawn"
-    assert record.numel == held * 4
 
 
 @pytest.mark.parametrize(("degree", "kv_heads"), [(1, 2), (2, 8), (8, 2), (4, 4)])

@@ -57,7 +57,7 @@ def bucket_elements() -> int:
     return sum(-(-elements // 128) * 128 for elements in (matrices, (2 * L + 1) * H))
 
 
-def test_tensor_parallelism_and_berts_heads() -> None:
+def test_tensor_parallelism_berts_heads_zero_and_shared_heads() -> None:
     """One process is silent. Any other layout is measured on ranks by tests/dist/test_cells.py."""
     n = 4  # micro-batches
     whole = n * HIDDEN * (1 + 2 * L + 1 + 2 * L) + n * STATS  # embedding, blocks, head's dx, blocks backward
@@ -75,28 +75,22 @@ def test_tensor_parallelism_and_berts_heads() -> None:
     assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
     evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
     assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
-
-
-@pytest.mark.parametrize(("kv_heads", "axis"), [(2, "tp/2"), (1, "tp")])
-def test_shared_key_value_heads_are_summed_over_the_ranks_that_hold_them(kv_heads: int, axis: str) -> None:
-    chosen = section("llama", num_key_value_heads=kv_heads)
-    transfers = step_transfers(make_config(chosen), Layout(4, tensor=4))
-    gradient = 4 * L * 2 * (H // HEADS) * H
-    assert [one for one in transfers if one.tensor == "partial gradients"] == [
-        Transfer(axis, "all_reduce", 4 // kv_heads, gradient, 1, "partial gradients")
-    ]
-
-
-@pytest.mark.parametrize(("mode", "gradient", "parameter"), [("float32", 4, 4), ("mixed", 4, 2), ("bfloat16", 2, 2)])
-def test_zero_scatters_gradients_and_gathers_parameters(mode: str, gradient: int, parameter: int) -> None:
-    elements = bucket_elements()
-    assert wire_bytes(step_transfers(config(mode=mode), Layout(4))) == {
-        ("dp", "reduce_scatter"): gradient * elements * 3 / 4,
-        ("dp", "all_gather"): parameter * elements * 3 / 4,
-        ("dp", "all_reduce"): 2 * LOSS_AND_COUNT * 3 / 4,
-        # With stochastic rounding, norms are sums in float64.
-        ("world", "all_reduce"): 2 * (2 if mode == "bfloat16" else 1) * NORMS * 3 / 4,
-    }
+    for kv_heads, axis in [(2, "tp/2"), (1, "tp")]:
+        chosen = section("llama", num_key_value_heads=kv_heads)
+        transfers = step_transfers(make_config(chosen), Layout(4, tensor=4))
+        gradient = 4 * L * 2 * (H // HEADS) * H
+        assert [one for one in transfers if one.tensor == "partial gradients"] == [
+            Transfer(axis, "all_reduce", 4 // kv_heads, gradient, 1, "partial gradients")
+        ]
+    for mode, gradient, parameter in [("float32", 4, 4), ("mixed", 4, 2), ("bfloat16", 2, 2)]:
+        elements = bucket_elements()
+        assert wire_bytes(step_transfers(config(mode=mode), Layout(4))) == {
+            ("dp", "reduce_scatter"): gradient * elements * 3 / 4,
+            ("dp", "all_gather"): parameter * elements * 3 / 4,
+            ("dp", "all_reduce"): 2 * LOSS_AND_COUNT * 3 / 4,
+            # With stochastic rounding, norms are sums in float64.
+            ("world", "all_reduce"): 2 * (2 if mode == "bfloat16" else 1) * NORMS * 3 / 4,
+        }
 
 
 @pytest.mark.parametrize(("name", "bucket_mib", "zero"), [*((name, 0.01, 1) for name in MODELS), ("gpt", None, 0)])

@@ -76,7 +76,7 @@ def test_a_ranks_parameters_are_its_stages(name: str, stages: str, tensor: int) 
     assert local_parameter_count(config(name).model, tensor, stages=STAGES[stages]) == sum(n for n, _ in stored)
 
 
-def test_padding_of_the_vocabulary_and_the_175b_layout() -> None:
+def test_the_175b_layout_the_ranks_that_need_most_and_a_walk_through_an_order() -> None:
     chosen = config("llama", parallel={"vocab_multiple": 16})
     rows = {multiple: local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
     assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
@@ -92,9 +92,6 @@ def test_padding_of_the_vocabulary_and_the_175b_layout() -> None:
     assert held[1:-1] == [12 * block] * 6
     assert held[0] == 12 * block + (1664 + 2048) * hidden
     assert held[-1] == 12 * block + (1664 + 2) * hidden
-
-
-def test_the_ranks_of_pipelines_that_hold_losses_and_need_most() -> None:
     chosen = config(pipeline=1, schedule="gpipe")
     (found,) = memory(chosen)
     assert found.pipeline == 0
@@ -110,6 +107,22 @@ def test_the_ranks_of_pipelines_that_hold_losses_and_need_most() -> None:
     layout, by_rank = check_layout(chosen, 4), memory(chosen)
     assert expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
     assert [expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
+    # Two stages of a rank: 10 and 1 bytes a pass, and 100 while the second makes its loss, of which 5 stay.
+    passes = {
+        0: PassBytes(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0),
+        3: PassBytes(kept=1, loss=100, loss_kept=5, backward=2, last=0, waiting=7, reduction=30),
+    }
+    parallel = config(schedule="zbv").parallel
+    found = step_peak(action_order(parallel, 4, 0), passes, 4)
+    assert found.in_flight == 4
+    assert found.activations == 4 * 10
+    assert found.forward == found.whole == 3 * 10 + 1 + 100
+    gradients = passes | {3: replace(passes[3], loss_kept=100)}  # of which a backward pass in two parts makes copies
+    assert step_peak(action_order(parallel, 4, 0), gradients, 4).whole == 3 * 10 + 1 + 100 + 100
+    in_one_part = with_whole_backward_passes(action_order(parallel, 4, 0))
+    assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
+    passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
+    assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
 
 
 @pytest.mark.parametrize(("schedule", "flying"), [("gpipe", [M, M, M, M]), ("1f1b", [4, 3, 2, 1])])
@@ -137,22 +150,3 @@ def test_messages_have_memory_of_their_own(schedule: str, frees: bool, monkeypat
         assert sent % X == 0
         least, most = (1, 3) if frees else (2, 4)
         assert least * M * messages // 4 * X <= sent <= most * M * messages // 4 * X
-
-
-def test_a_walk_through_an_order() -> None:
-    """Two stages of a rank: 10 and 1 bytes a pass, and 100 while the second makes its loss, of which 5 stay."""
-    passes = {
-        0: PassBytes(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0),
-        3: PassBytes(kept=1, loss=100, loss_kept=5, backward=2, last=0, waiting=7, reduction=30),
-    }
-    parallel = config(schedule="zbv").parallel
-    found = step_peak(action_order(parallel, 4, 0), passes, 4)
-    assert found.in_flight == 4
-    assert found.activations == 4 * 10
-    assert found.forward == found.whole == 3 * 10 + 1 + 100
-    gradients = passes | {3: replace(passes[3], loss_kept=100)}  # of which a backward pass in two parts makes copies
-    assert step_peak(action_order(parallel, 4, 0), gradients, 4).whole == 3 * 10 + 1 + 100 + 100
-    in_one_part = with_whole_backward_passes(action_order(parallel, 4, 0))
-    assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
-    passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
-    assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200

@@ -1,6 +1,7 @@
 """What a launcher records and shows of a run that failed."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 from shardwise.base.errors import see
 from shardwise.launch.environment import ERROR_FILE, NODE
 from shardwise.launch.failed_run import failure_text, resume_command
-from shardwise.launch.first_failure import Failure
+from shardwise.launch.first_failure import Failure, read_first_failure, report_first_failure, root_cause
 from shardwise.launch.stop_requests import continuing_command
 from tests.monitor_runs import FIRST, Start, write_run
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 KILLED = Failure(1, "rank 1 was killed (SIGKILL; usually out of memory)", 1)
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
@@ -60,17 +64,7 @@ def test_a_loss_that_is_not_finite_comes_again_without_a_checkpoint(checkpoint: 
     assert (facts["checkpoint"], facts["resume"] is not None) == (checkpoint, checkpoint > 0)
 
 
-def test_lines_of_a_failure_before_a_step_and_with_a_traceback(run: Path) -> None:
-    lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
-    assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")
-    assert not any("lost" in line for line in lines)
-    log = run / "logs/rank-0001.log"
-    failure = Failure(1, f"rank 1 failed: ValueError: x\ntraceback: {log}", 1)
-    lines = failure_text(failure, run, FIRST, None).splitlines()
-    assert lines[:2] == ["FAILED at step 25: rank 1 failed: ValueError: x.", f"log: {log}"]
-
-
-def test_wrong_input_is_no_failure_and_a_rank_that_lost_another_leaves_its_record(run: Path, tmp_path: Path) -> None:
+def test_lines_of_failures_and_wrong_input_which_is_none(run: Path, tmp_path: Path) -> None:
     wrong = Failure(0, "data.path (x) must be there", 2)
     assert failure_text(wrong, run, FIRST, None) == wrong.text
     assert failure_text(KILLED, tmp_path / "new", FIRST, None) == KILLED.text
@@ -80,17 +74,18 @@ def test_wrong_input_is_no_failure_and_a_rank_that_lost_another_leaves_its_recor
     failure_text(KILLED, run, FIRST, None)
     assert failure_text(LOST, run, FIRST, None) == LOST.text
     assert json.loads((run / "failure.json").read_text())["rank"] == 1
+    lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
+    assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")
+    assert not any("lost" in line for line in lines)
+    log = run / "logs/rank-0001.log"
+    failure = Failure(1, f"rank 1 failed: ValueError: x\ntraceback: {log}", 1)
+    lines = failure_text(failure, run, FIRST, None).splitlines()
+    assert lines[:2] == ["FAILED at step 25: rank 1 failed: ValueError: x.", f"log: {log}"]
 
 
 @pytest.mark.parametrize(
     ("words", "command"),
-    [
-        (["train", "llama2-tiny", "--nproc", "2"], "shardwise train llama2-tiny --nproc 2 --run-dir runs/a"),
-        (["train", "--run-dir", "b", "my recipe.yaml"], "shardwise train 'my recipe.yaml' --run-dir runs/a"),
-        (["train", "--run-dir=b", "x.yaml", "train.steps=3"], "shardwise train x.yaml train.steps=3 --run-dir runs/a"),
-        (["--verbose"], None),
-        ([], None),
-    ],
+    ROWS["resumes"],
 )
 def test_the_command_that_resumes_a_run(words: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])
@@ -112,3 +107,49 @@ def test_the_command_after_a_stop(variables: dict[str, str], expected: str, monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert continuing_command(Path("runs/a")) == expected
+
+
+def test_the_first_report_stays_and_its_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    assert read_first_failure(path) is None
+    assert report_first_failure(Failure(3, "the cause: α", 2))
+    assert report_first_failure(Failure(0, "a consequence", 1))
+    assert read_first_failure(path) == Failure(3, "the cause: α", 2)
+    (tmp_path / "error.json").write_text('{"rank": 1, "te')
+    assert read_first_failure(tmp_path / "error.json") is None
+    log = tmp_path / "rank-0005.log"
+    log.touch()
+    failure = root_cause(None, {5: 3}, tmp_path)
+    assert failure.log == str(log)
+    assert failure.told == f"rank 5 ended with exit code 3 and named no reason\nlog: {log}"
+
+
+REPORT = Failure(0, "connection closed by peer", 1)
+WAITED = Failure(
+    0, "rank 0 waited for x of micro-batch 3 from stage 1 (rank 1), and lost the connection", 1, waited=True
+)
+
+
+def killed(rank: int, reason: str) -> str:
+    return f"rank {rank} was killed ({reason}){see('training#killed-rank')}"
+
+
+@pytest.mark.parametrize(
+    ("reported", "exit_codes", "text"),
+    [
+        (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
+        (REPORT, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory")),
+        (WAITED, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory") + f"\n{WAITED.text}"),
+        (LOST, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory")),
+        (WAITED, {0: 1, 1: 1, 2: 3}, f"rank 2 ended with exit code 3 and named no reason\n{WAITED.text}"),
+        (WAITED, {0: 1, 1: 1, 2: -signal.SIGTERM}, WAITED.text),
+        (REPORT, {0: -signal.SIGSEGV, 1: 1}, REPORT.text),
+        (REPORT, {0: 1, 1: -signal.SIGABRT}, REPORT.text),
+        (None, {1: -signal.SIGBUS, 0: 1}, killed(1, "SIGBUS; usually shared memory or a disk is full")),
+        (None, {2: -signal.SIGTERM, 0: -signal.SIGTERM}, killed(2, "SIGTERM")),
+        (None, {5: 3}, "rank 5 ended with exit code 3 and named no reason"),
+    ],
+)
+def test_root_cause(reported: Failure | None, exit_codes: dict[int, int], text: str, tmp_path: Path) -> None:
+    assert root_cause(reported, exit_codes, tmp_path).text == text

@@ -14,13 +14,23 @@ import pytest
 
 from shardwise.base.errors import LaunchError
 from shardwise.launch import local
-from shardwise.launch.environment import HEARTBEATS, Rank
+from shardwise.launch.environment import (
+    ERROR_FILE,
+    HEARTBEATS,
+    PARENT_PID,
+    Rank,
+    is_launched,
+    joined,
+    keep_own,
+    unjoined,
+)
 from shardwise.launch.first_failure import report_done
 from shardwise.launch.local import launch
 from shardwise.launch.stop_requests import NOTICE
 from tests.e2e import processes
 from tests.e2e.command import Process, outcome, start
 from tests.e2e.processes import alive
+from tests.rows import rows_of
 from tests.sweeps import few
 
 RANK = """
@@ -130,12 +140,15 @@ if rank == 0:
     assert wait_for(lambda: not any(alive(pid) for pid in pids(tmp_path)))
 
 
-def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_rank_and_one_without_ranks_names_the_log(tmp_path: Path) -> None:
     launcher = begin(tmp_path, command(tmp_path, HANG))
     assert wait_for(lambda: len(pids(tmp_path)) == 2)
     launcher.kill()
     launcher.communicate(timeout=120)
     assert wait_for(lambda: not any(alive(pid) for pid in pids(tmp_path)))
+    text = failure(tmp_path, ["/no/such/program"])
+    assert re.search(r"ended with exit code 1\nlog: .*launcher.log\n$", text)
+    assert "/no/such/program" in (tmp_path / "logs" / "launcher.log").read_text()
 
 
 TRAINS = """
@@ -202,12 +215,6 @@ if rank == 1:
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
-def test_a_launcher_that_cannot_start_its_ranks_names_the_log(tmp_path: Path) -> None:
-    text = failure(tmp_path, ["/no/such/program"])
-    assert re.search(r"ended with exit code 1\nlog: .*launcher.log\n$", text)
-    assert "/no/such/program" in (tmp_path / "logs" / "launcher.log").read_text()
-
-
 @pytest.mark.parametrize(("done", "early"), [((), 0), ((0,), 1), ((1,), 0)])
 def test_fault_19_a_rank_that_ends_before_its_work_is_done_is_a_failure(
     done: tuple[int, ...], early: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,3 +239,52 @@ def test_fault_19_a_rank_that_ends_before_its_work_is_done_is_a_failure(
     for rank in (0, 1):
         report_done(Rank(rank, rank, 2))
     launch([sys.executable, "-c", "pass"], 2, tmp_path)
+
+
+PLACE = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+
+
+def test_a_rank_joins_and_stays_one(of_a_rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert joined(PLACE) == Rank(rank=5, local_rank=1, world=8)
+    assert joined({**PLACE, "RANK": ""}) is None
+    assert not is_launched(PLACE)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    before = dict(of_a_rank)
+    keep_own(of_a_rank)
+    assert of_a_rank == before
+    assert joined(of_a_rank) == Rank(rank=5, local_rank=1, world=8)
+    assert is_launched(of_a_rank)
+
+
+@pytest.fixture
+def of_a_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What a process inherits that a rank of another process id started."""
+    variables = {
+        **PLACE, "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "4", "ROLE_RANK": "5",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/error.json", "SLURM_STEP_NUM_TASKS": "2", "HOME": "/home/user",
+        ERROR_FILE: "/run/logs/error.json", PARENT_PID: "1",
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        keep_own(variables)
+    return variables
+
+
+def test_a_process_started_by_a_rank_is_none_and_a_rank_of_its_job_is_one(of_a_rank: dict[str, str]) -> None:
+    """torchrun gives its ranks a meeting point of their own; what reports to the outer launcher is not theirs."""
+    keep_own(other := dict(of_a_rank))
+    assert other == {"HOME": "/home/user"}
+    of_a_rank |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "2"}
+    keep_own(of_a_rank)
+    assert joined(of_a_rank) == Rank(rank=1, local_rank=1, world=2)
+    assert not is_launched(of_a_rank)
+    assert PARENT_PID not in of_a_rank
+
+
+@pytest.mark.parametrize(("changed", "told"), rows_of(__file__))
+def test_fault_14_variables_of_torchrun_that_contradict_are_refused(changed: dict[str, str], told: str) -> None:
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert unjoined({**torchrun, **changed}) == told
+    assert unjoined(torchrun) is None
+    assert unjoined({}) is None
+    assert (unjoined({"LOCAL_RANK": "1"}) or "").startswith("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set")

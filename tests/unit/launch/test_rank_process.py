@@ -1,15 +1,20 @@
-"""How a rank ends: what it says, and with which exit code."""
+"""How a rank ends: what it says, with which exit code, and with its parent; and where ranks write."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from shardwise.base.terminal import take_any_character
+from shardwise.launch import rank_process as process
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
 from shardwise.launch.first_failure import Failure, read_first_failure, stop_record
+from shardwise.launch.rank_output import output_restored
 from shardwise.launch.stop_requests import NOTICE, training_mark
 from tests.monitor_runs import Start, write_run
 
@@ -190,3 +195,66 @@ def test_launched(body: str, code: int, text: str, tmp_path: Path) -> None:
     assert read_first_failure(error_file) == (Failure(1, shown, code) if code else None)
     assert log.exists()
     assert (tmp_path / "done-0001").exists() == (code == 0)
+
+
+SECONDS = 120.0
+CHILD = (
+    "from shardwise.launch import rank_process as guard; guard.die_with_parent(); print('ready', flush=True); input()"
+)
+
+
+def test_a_parent_that_died_before_is_noticed_and_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environment = {**os.environ, PARENT_PID: str(gone.pid)}
+    child = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=SECONDS)
+    assert child.returncode == -signal.SIGKILL
+    killed: list[tuple[int, int]] = []
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(process, "_PARENT_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(process.os, "kill", lambda *call: killed.append(call))
+    watcher = threading.Thread(target=process._end_after, args=(7,))
+    watcher.start()
+    watcher.join(SECONDS)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+REDIRECTS = """
+import os, sys
+from pathlib import Path
+from shardwise.launch.rank_output import redirect
+print("before")
+redirect(int(sys.argv[1]), Path(sys.argv[2]))
+print("printed")
+os.write(1, b"native out\\n")
+os.write(2, b"native error\\n")
+os.kill(os.getpid(), 9)
+"""
+
+
+def run(rank: int, log: Path) -> str:
+    command = [sys.executable, "-c", REDIRECTS, str(rank), str(log)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+
+
+def test_all_ranks_but_the_first_write_to_their_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "rank-0001.log"
+    assert run(1, log) == "before\n"
+    assert run(1, log) == "before\n"
+    assert log.read_text() == "printed\nnative out\nnative error\n" * 2
+    log = tmp_path / "rank-0000.log"
+    assert "native out" in run(0, log)
+    assert not log.exists()
+
+
+def test_fault_15_a_training_of_a_program_prints_any_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with output_restored():
+            take_any_character()
+            print("TP 2 × PP 2")
+        with pytest.raises(UnicodeEncodeError):
+            print("×")
+        file.truncate()
+    assert (tmp_path / "out").read_text(encoding="ascii") == "TP 2 ? PP 2\n"

@@ -1,15 +1,20 @@
-"""Stop requests: what signals and a file ask of a run."""
+"""Stop requests: what signals and a file ask of a run; and heartbeats."""
 
+import errno
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from shardwise.launch import stop_requests
-from shardwise.launch.environment import ERROR_FILE
+from shardwise.launch import heartbeat, stop_requests
+from shardwise.launch.environment import ERROR_FILE, HEARTBEATS
+from shardwise.launch.heartbeat import Beat, missing
+from tests.e2e import processes
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ def test_the_first_signal_asks_for_a_stop(name: str, tmp_path: Path) -> None:
     assert stop_requests.requested(tmp_path) is None, "another run in this process was not asked"
 
 
-def test_the_second_ends_at_once_but_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = clock(monkeypatch)
     stop_requests.install()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -48,10 +53,7 @@ def test_the_second_ends_at_once_but_one_request_may_arrive_twice(monkeypatch: p
     now[0] += 0.1
     with pytest.raises(stop_requests.Interrupted, match="SIGINT"):
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_signal_before_the_time_limit_and_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM: SIGUSR1 some minutes before the end of the job, SIGTERM at it."""
+    # SLURM: SIGUSR1 some minutes before the end of the job, SIGTERM at it.
     now, requests = clock(monkeypatch), stop_requests.Requests()
     heard = []
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
@@ -94,3 +96,63 @@ def test_a_file_asks_and_rank_0_alone_tells_that_it_trains(tmp_path: Path, monke
             monkeypatch.setenv(name, value)
         stop_requests.install()
         assert stop_requests.training_mark(tmp_path).exists() == told
+
+
+DOING = "gradient reduction of step 12"
+
+
+def beat(rank: int, *, age: float = 0.4, doing: str = DOING, **called: int) -> Beat:
+    """Of a rank of two nodes of two; `called`: by group, such as `tp_0`."""
+    calls = {name.replace("_", "@"): (count, "all_reduce") for name, count in called.items()}
+    return Beat(rank, 100 + rank, f"n{rank // 2}", "cpu", 0, age, 11, doing, 30.0, calls)
+
+
+def test_who_does_not_answer_or_has_called_less_is_named() -> None:
+    beats = [beat(0), beat(1), beat(2), beat(3, age=14.0, doing="forward and backward of step 12")]
+    assert missing(beats) == (
+        "rank 3 (node n1, cpu, pipeline stage 0, process 103) does not answer since 14 s: it last was in forward and "
+        "backward of step 12; ranks 0-2 waited in gradient reduction of step 12"
+    )
+    beats = [beat(0), beat(1), beat(2, age=20.0), beat(3, age=20.0)]
+    assert missing(beats, {"n1": range(2, 4)}) == f"node n1 (ranks 2-3) does not answer; ranks 0-1 waited in {DOING}"
+    assert missing([beat(0, tp_0=4), beat(1, tp_0=4)]) is None
+    assert missing([]) is None
+    # Rank 1 waits for rank 0 in their group, and rank 3 for rank 1 in theirs: only rank 0 waits for nobody.
+    reading = "reading of data of step 12"
+    beats = [
+        beat(0, doing=reading, tp_0=40, dp_0=7),
+        beat(1, tp_0=41, dp_1=7),
+        beat(2, tp_2=41, dp_0=8),
+        beat(3, tp_2=41, dp_1=8),
+    ]
+    assert missing(beats) == (
+        "rank 0 (node n0, cpu, pipeline stage 0, process 100) is in reading of data of step 12 since 30 s, and has not "
+        f"called all_reduce 41 of its tp group, which rank 1 called; ranks 1-3 waited in {DOING}"
+    )
+
+
+def test_a_thread_writes_what_the_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    facts = {"step": 3, "doing": DOING, "device": "cpu", "stage": 1, "called": {"tp@0": (5, "all_reduce")}}
+    with heartbeat.beating(lambda: facts):
+        assert threading.active_count() == before, "nobody reads its heartbeats"
+    for name, value in {HEARTBEATS: str(tmp_path), "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
+    full, write = iter([True]), Path.write_text
+
+    def write_text(path: Path, text: str) -> int:
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with heartbeat.beating(lambda: facts):
+        assert processes.wait_for(lambda: len(heartbeat.read(tmp_path)) == 1, 10)
+        facts["doing"] = "checkpoint of step 4"
+        assert processes.wait_for(lambda: heartbeat.read(tmp_path, "n7")[0].doing == "checkpoint of step 4", 10)
+    assert threading.active_count() == before, "the thread ends with the run"
+    (found,) = heartbeat.read(tmp_path, "n7")
+    assert (found.rank, found.host, found.stage, found.called) == (2, "n7", 1, {"tp@0": (5, "all_reduce")})
+    assert not found.is_silent
+    assert heartbeat.from_plain(asdict(found)) == found

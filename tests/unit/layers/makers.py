@@ -5,6 +5,7 @@ from functools import partial
 
 from torch import nn
 
+from shardwise.distributed.mesh import Group
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.linear import (
     ColumnParallelLinear,
@@ -26,3 +27,20 @@ MAKERS: dict[type, Callable[..., nn.Module]] = {
     ReplicatedEmbedding: partial(ReplicatedEmbedding, 8, 4),
     ParallelLMHead: partial(ParallelLMHead, 8, 8),
 }
+
+
+def pretend_group(rank: int, size: int) -> Group:
+    """What rank `rank` of `size` would see; its subgroups are pretended too. It cannot communicate."""
+    group = _Pretended(name="tp")
+    group.rank, group.size, group.ranks = rank, size, tuple(range(size))
+    return group
+
+
+class _Pretended(Group):
+    def split(self, size: int) -> Group:
+        if size not in self._subgroups:
+            part = _Pretended(name=f"{self.name}/{size}")
+            first = self.rank // size * size
+            part.rank, part.size, part.ranks = self.rank - first, size, self.ranks[first : first + size]
+            self._subgroups[size] = part
+        return self._subgroups[size]

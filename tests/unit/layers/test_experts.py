@@ -61,17 +61,17 @@ def test_the_sum_and_its_gradients_are_those_of_the_formula(case: str) -> None:
     assert not found[3][idle].any()
 
 
-@pytest.mark.parametrize("way", ["there", "back"])
-def test_the_way_to_experts_and_back_says_that_it_has_no_second_derivative(way: str) -> None:
+def test_the_way_to_experts_and_back_says_that_it_has_no_second_derivative() -> None:
     """Without a word, what gradients of gradients have of it would be left out."""
-    experts = CHOICES["all are used"]
-    journey = Journey.of(experts, torch.bincount(experts.flatten(), minlength=N), Group(), once=True)
-    x = torch.randn(T, H, requires_grad=True)
-    y = journey.tokens_there(x) if way == "there" else journey.sums_back(x[:, None])
-    scale = torch.ones((), requires_grad=True)
-    (dx,) = torch.autograd.grad((y * scale).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        (dx * x).sum().backward()
+    for way in ["there", "back"]:
+        experts = CHOICES["all are used"]
+        journey = Journey.of(experts, torch.bincount(experts.flatten(), minlength=N), Group(), once=True)
+        x = torch.randn(T, H, requires_grad=True)
+        y = journey.tokens_there(x) if way == "there" else journey.sums_back(x[:, None])
+        scale = torch.ones((), requires_grad=True)
+        (dx,) = torch.autograd.grad((y * scale).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (dx * x).sum().backward()
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.base.errors import ArgumentError
+from shardwise.base.errors import ArgumentError, ConfigError
+from shardwise.config.other_names import ARGUMENTS
 from shardwise.distributed import placement
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Init
-from shardwise.layers.dropout import Dropout
+from shardwise.layers.arguments import refuse_unknown
+from shardwise.layers.context import chunks_of_rank, runs_of_places
+from shardwise.layers.dropout import Dropout, DropoutKey
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.linear import (
     ColumnParallelLinear,
@@ -29,8 +32,7 @@ from shardwise.layers.recompute import compose
 from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.llama import Gate, gated
 from shardwise.models.rotary import rotate
-from tests.unit.layers.groups import pretend_group
-from tests.unit.layers.makers import MAKERS
+from tests.unit.layers.makers import MAKERS, pretend_group
 
 FOUR = pretend_group(1, 4)
 REFUSED: dict[str, Callable[[], object]] = {
@@ -139,32 +141,32 @@ def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
             make(group=given)
 
 
-@pytest.mark.parametrize("shape", [(4,), [4], torch.Size([4])])
-def test_fault_03_a_norm_takes_a_shape_as_torchs_does(shape: Any) -> None:
-    norm = LayerNorm(shape)
-    norm.load_state_dict(nn.LayerNorm(shape).state_dict())
-    x = torch.randn(2, 3, 4)
-    assert torch.equal(norm(x), nn.LayerNorm(shape)(x))
-    assert RMSNorm(shape).weight.shape == (4,)
-    for wrong in ((4, 4), "4", ("4",), 4.0):
-        with pytest.raises(ArgumentError, match=r"normalized_shape \(.*4.*\) must be one size, the hidden size"):
-            LayerNorm(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("ranks", "multiplier", "copies"), [(1, 1, 1), (4, 1, 1), (16, 4, 4)])
-def test_fault_03_the_head_size_follows_from_the_multiplier(ranks: int, multiplier: int, copies: int) -> None:
-    """4 K/V heads and 16 query heads of 8 features: the same pieces as with `head_dim`."""
-    group = pretend_group(ranks - 1, ranks)
-    rest: dict[str, Any] = {"bias": False, "gather_output": False, "group": group, "seed": 0, "names": ("q", "k", "v")}
-    told = GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, **rest)
-    derived = GQAQKVColumnParallelLinear(8, [128, 32], kv_size_multiplier=multiplier, **rest)
-    assert derived._copies == told._copies == [1, copies, copies]
-    pieces = [placement.of_or_whole(qkv.weight).pieces for qkv in (derived, told)]
-    boxes = [[(piece.box, piece.local) for piece in each] for each in pieces]
-    assert boxes[0] == boxes[1]
-
-
-def test_fault_03_a_head_size_that_does_not_follow_is_refused() -> None:
+def test_fault_03_shapes_of_norms_and_sizes_of_heads() -> None:
+    for shape in [(4,), [4], torch.Size([4])]:
+        norm = LayerNorm(shape)
+        norm.load_state_dict(nn.LayerNorm(shape).state_dict())
+        x = torch.randn(2, 3, 4)
+        assert torch.equal(norm(x), nn.LayerNorm(shape)(x))
+        assert RMSNorm(shape).weight.shape == (4,)
+        for wrong in ((4, 4), "4", ("4",), 4.0):
+            with pytest.raises(ArgumentError, match=r"normalized_shape \(.*4.*\) must be one size, the hidden size"):
+                LayerNorm(wrong)  # type: ignore[arg-type]
+    # 4 K/V heads and 16 query heads of 8 features: the same pieces as with `head_dim`.
+    for ranks, multiplier, copies in [(1, 1, 1), (4, 1, 1), (16, 4, 4)]:
+        group = pretend_group(ranks - 1, ranks)
+        rest: dict[str, Any] = {
+            "bias": False,
+            "gather_output": False,
+            "group": group,
+            "seed": 0,
+            "names": ("q", "k", "v"),
+        }
+        told = GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, **rest)
+        derived = GQAQKVColumnParallelLinear(8, [128, 32], kv_size_multiplier=multiplier, **rest)
+        assert derived._copies == told._copies == [1, copies, copies]
+        pieces = [placement.of_or_whole(qkv.weight).pieces for qkv in (derived, told)]
+        boxes = [[(piece.box, piece.local) for piece in each] for each in pieces]
+        assert boxes[0] == boxes[1]
     make = partial(GQAQKVColumnParallelLinear, 8, group=pretend_group(0, 16))
     with pytest.raises(ValueError, match=r"kv_size_multiplier \(3\) .* size \(16\).* give head_dim="):
         make((128, 32), kv_size_multiplier=3)
@@ -233,3 +235,140 @@ def test_products_overwrite_inputs_that_they_own_and_add_to_gradients() -> None:
         found = x.grad, layer.weight.grad, bias.grad
         assert all(map(torch.equal, found, (wanted[0], 2 * wanted[1].to(dtype), wanted[2])))
         assert len(hooks) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_token_is_on_one_rank_and_ranks_of_a_grain_have_neighbors(ranks: int) -> None:
+    length = 4 * ranks
+    tokens = torch.arange(length)
+    pairs = set()
+    seen = []
+    for rank in range(ranks):
+        group = pretend_group(rank, ranks)
+        own = chunks_of_rank(tokens, group)
+        assert own.tolist() == [place for run in runs_of_places(len(own), rank, ranks) for place in run]
+        pairs.add(int((own + 1).sum()))
+        seen += own.tolist()
+    assert sorted(seen) == tokens.tolist()
+    assert len(pairs) == 1, "queries of all ranks see equally many keys"
+    tokens = torch.arange(16)
+    in_order = torch.cat([chunks_of_rank(tokens, pretend_group(rank, 4)) for rank in range(4)])
+    for rank, wanted in enumerate(in_order.chunk(ranks)):
+        group = pretend_group(rank, ranks)
+        group.grain = 4
+        assert chunks_of_rank(tokens, group).tolist() == wanted.tolist()
+
+
+class Layer:
+    def __init__(self, group: object = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["groupe"], "Layer does not take groupe (did you mean group?)"),
+        (["pin", "groups", "seed"], "Layer does not take pin (leave it out) or groups (give group=)"),
+        (["pin", "zzz"], "Layer does not take pin (leave it out) or zzz; it takes group and seed"),
+    ],
+)
+def test_unknown_arguments_are_one_sentence(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARGUMENTS, "layers", {"pin": "leave it out", "groups": "give group="})
+    with pytest.raises(ArgumentError) as raised:
+        refuse_unknown(Layer, dict.fromkeys(given), ["seed"])
+    assert str(raised.value) == message
+    assert isinstance(raised.value, TypeError)
+    assert isinstance(raised.value, ConfigError)
+
+
+S, B, H = 12, 4, 16
+MODES = ["fast", "invariant"]
+
+
+def key(mode: str = "fast", *, step: int = 3, first: int = 8, samples: int = B) -> DropoutKey:
+    return DropoutKey(1, step, torch.arange(first, first + samples), first, mode)  # type: ignore[arg-type]
+
+
+def dropped(group: Group | None = None, **options: bool) -> Dropout:
+    return Dropout(0.5, layer=0, site=1, group=group, **options)
+
+
+def masked(layer: Dropout, k: DropoutKey, rows: int = S, samples: int = B, width: int = H) -> torch.Tensor:
+    return layer(torch.ones(rows, samples, width), k)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("p", [0.1, 0.9])
+def test_keeps_the_share_and_the_mean(mode: str, p: float) -> None:
+    y = masked(Dropout(p, layer=0, site=1), key(mode), 64, B, 512)
+    share = float((y == 0).float().mean())
+    n = y.numel()
+    assert abs(share - p) <= 5 * (p * (1 - p) / n) ** 0.5
+    assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_key_decides_whatever_ran_before_and_gradients_pass_through_the_mask(mode: str) -> None:
+    layer = Dropout(0.5, layer=2, site=1)
+    first = masked(layer, key(mode))
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    assert torch.equal(masked(layer, key(mode)), first)
+    assert torch.equal(torch.get_rng_state(), before), "dropout moved torch's own generator"
+    others = [
+        masked(layer, key(mode, step=4)),
+        masked(layer, key(mode, first=12)),
+        masked(Dropout(0.5, layer=3, site=1), key(mode)),
+        masked(Dropout(0.5, layer=2, site=2), key(mode)),
+    ]
+    for number, other in enumerate(others):
+        agreeing = float((other == first).float().mean())
+        assert abs(agreeing - 0.5) < 0.1, f"mask {number} is related to the first: they agree on {agreeing:.0%}"
+    layer = Dropout(0.25, layer=0, site=1)
+    x = torch.ones(S, B, H, requires_grad=True)
+    assert layer(x, None) is x, "without a key nothing is dropped"
+    y = layer(x, key(mode))
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_masks_of_ranks_are_parts_of_one_mask_or_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [pretend_group(r, 2) for r in range(2)]
+    shards = [masked(dropped(group, sequence_parallel_enabled=True), key()) for group in groups]
+    copies = [masked(dropped(group), key()) for group in groups]
+    assert torch.equal(*copies)
+    assert abs(float((shards[0] == shards[1]).float().mean()) - 0.5) < 0.1
+    # As the input of a row-parallel layer is cut: `invariant` masks are columns of the whole, `fast` ones differ.
+    whole = masked(dropped(), key("invariant"))
+    cut = [dropped(pretend_group(r, 4), input_is_parallel=True) for r in range(4)]
+    columns = [masked(layer, key("invariant"), width=H // 4) for layer in cut]
+    assert torch.equal(torch.cat(columns, dim=-1), whole)
+    fast = [masked(layer, key(), width=H // 4) for layer in cut]
+    assert abs(float((fast[0] == fast[1]).float().mean()) - 0.5) < 0.2, "two ranks draw related masks"
+    with pytest.raises(ValueError, match="must not both be true: one dim is cut"):
+        dropped(sequence_parallel_enabled=True, input_is_parallel=True)
+    # By sequence shards, by samples and by what is hashed at once: each draws its part of the whole.
+    whole = masked(dropped(), key("invariant"))
+    cut = [dropped(pretend_group(r, 4), sequence_parallel_enabled=True) for r in range(4)]
+    shards = [masked(layer, key("invariant"), S // 4) for layer in cut]
+    assert torch.equal(torch.cat(shards), whole)
+    halves = [masked(dropped(), key("invariant", first=f, samples=2), S, 2) for f in (8, 10)]
+    assert torch.equal(torch.cat(halves, dim=1), whole)
+    monkeypatch.setattr("shardwise.layers.dropout.MASK_CHUNK_ELEMENTS", 100)
+    assert torch.equal(masked(dropped(), key("invariant")), whole)
+
+
+def test_invariant_masks_are_those_of_splitmix64() -> None:
+    """The first elements of one sample, by Python's integers."""
+
+    def mix(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    k = key("invariant")
+    stream = mix(8 ^ k.number(0, 1))
+    numbers = [mix((stream + i * 0x9E3779B97F4A7C15) % 2**64) for i in range(H)]
+    wanted = [(n - 2**64 if n >= 2**63 else n) >= int(0.3 * 2.0**64) - 2**63 for n in numbers]
+    found = masked(Dropout(0.3, layer=0, site=1), k)[0, 0] != 0
+    assert found.tolist() == wanted

@@ -10,7 +10,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.bitwise import replicated
 from shardwise.layers.bitwise.replicated import ReplicatedParameters, SequenceParts, part_views
 from shardwise.layers.norm import LayerNorm
-from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import pretend_group
 
 PARTS = 2
 

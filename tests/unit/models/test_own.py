@@ -10,7 +10,10 @@ import torch
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import fake_tensors
 from shardwise.models.user_model import check_user_model
+from tests.rows import rows_of
 from tests.unit.models.own_classes import PLAIN, Write, build, config, problem, problems, unbuildable
+
+ROWS = rows_of(__file__)
 
 
 @pytest.mark.parametrize("path", ["mine.py", "package/mine.py", "some/package/mine.py"])
@@ -24,14 +27,7 @@ def test_it_is_found_in_the_current_directory(path: str, write: Write, tmp_path:
 
 @pytest.mark.parametrize(
     ("family", "head", "said"),
-    [
-        ("nowhere:Model", None, r"there is no module nowhere in .*start in the folder that holds it, or install it"),
-        ("mine:Modle", None, r"mine\.py lacks Modle; did you mean Model\?"),
-        ("failing:Model", "\n\nimport nowhere\n", r"imported: ModuleNotFoundError: .* \(.*failing\.py, line 3\)"),
-        ("failing:Model", "\n\nraise OSError('no disk')\n", r"imported: OSError: no disk \(.*failing\.py, line 3\)"),
-        ("failing:Model", "def broken(:\n", r"cannot be imported: SyntaxError.*\(failing\.py, line 1\)"),
-        ("failing:Model", "def Model():\n    pass\n", r"Model must be a class derived from torch\.nn\.Module"),
-    ],
+    ROWS["not_found"],
 )
 def test_a_class_that_cannot_be_found(family: str, head: str | None, said: str, write: Write) -> None:
     write(path="mine/other.py" if "nowhere" in family else "mine.py")
@@ -55,6 +51,16 @@ def test_keys_become_keywords_and_the_run_adds_what_is_named(write: Write) -> No
     chosen = config(write(constructor(arguments, given)), sections, depth=3, rope=rope)
     built = build(chosen, group, device="cpu", dtype=torch.bfloat16)
     assert built.given == (3, group, False, "full", 5, "cpu", torch.bfloat16, rope)
+    # As `shardwise compile --capture-only` makes it; torch's own conversion of such tensors fails.
+    tied = ("self.head = nn.Linear(3, 3)", "self.head.weight = self.layer.weight")
+    buffer = 'self.register_buffer("places", torch.arange(3), persistent=False)'
+    with fake_tensors():
+        model = build(
+            config(write(constructor("vocab_size", *tied, buffer), path="tied.py")), device="cpu", dtype=torch.bfloat16
+        )
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert len(list(model.parameters())) == 3
+    assert model.get_buffer("places").dtype == torch.int64
 
 
 def test_a_constructor_may_take_the_section(write: Write) -> None:
@@ -71,17 +77,6 @@ def test_a_constructor_may_take_the_section(write: Write) -> None:
     assert "cannot be built: AttributeError: 'UserModelConfig' object has no attribute 'depth'" in said
 
 
-def test_a_model_without_data_is_converted(write: Write) -> None:
-    """As `shardwise compile --capture-only` makes it; torch's own conversion of such tensors fails."""
-    tied = ("self.head = nn.Linear(3, 3)", "self.head.weight = self.layer.weight")
-    buffer = 'self.register_buffer("places", torch.arange(3), persistent=False)'
-    with fake_tensors():
-        model = build(config(write(constructor("vocab_size", *tied, buffer))), device="cpu", dtype=torch.bfloat16)
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert len(list(model.parameters())) == 3
-    assert model.get_buffer("places").dtype == torch.int64
-
-
 def test_keys_that_nobody_takes_and_keys_that_are_missing(write: Write) -> None:
     family = write(constructor("vocab_size, depth, width, group=None"))
     assert problems(config(family, widht=3, color="red", device="cpu")) == [
@@ -93,7 +88,7 @@ def test_keys_that_nobody_takes_and_keys_that_are_missing(write: Write) -> None:
     ]
 
 
-def test_what_a_layout_asks_for_must_be_an_argument(write: Write) -> None:
+def test_what_a_layout_and_the_data_ask_for_must_be_arguments(write: Write) -> None:
     sections = {"parallel": {"tensor": 2, "sequence": True}, "train": {"recompute": "selective"}}
     assert problems(config(write(), sections)) == [
         "parallel.tensor (2) must be 1: mine:Model takes no argument group (docs/own-model.md)",
@@ -102,6 +97,12 @@ def test_what_a_layout_asks_for_must_be_an_argument(write: Write) -> None:
     ]
     alone = {"parallel": {"tensor": 1, "sequence": True}}
     assert check_user_model(config("mine:Model", alone)), "sequence parallelism has no effect at TP 1"
+    takes = "def forward(self, ids, targets, positions_SB, starts_SB):\n        pass"
+    assert check_user_model(config(write(PLAIN, f"    {takes}", path="taking.py"), RESETS))
+    family = write(PLAIN, "    def forward(self, ids, targets):\n        pass", path="lacking.py")
+    without = write(PLAIN, "    def logits(self, ids):\n        pass", path="without.py")
+    assert problem(config(without)) == f"model.family ({without}) must have a method forward(ids, targets)"
+    assert ", and positions_SB and starts_SB by name; every other" in problem(config(family, RESETS))
 
 
 RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
@@ -109,22 +110,8 @@ RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
 
 @pytest.mark.parametrize(
     ("parameters", "said"),
-    [
-        ("self, ids", "ids) must take the token ids and the targets as its first two arguments, of any names; every"),
-        ("self, *, ids_SB, targets_SB", "ids_SB, targets_SB) must take"),
-        ("self, ids, dropout, targets", "ids, dropout, targets) must take"),
-        ("self, targets_SB, ids_SB", "targets_SB, ids_SB) must take the token ids first and the targets second"),
-    ],
+    ROWS["forward"],
 )
 def test_forward_takes_the_batch_and_needs_no_more(parameters: str, said: str, write: Write) -> None:
     family = write(PLAIN, f"    def forward({parameters}):\n        pass")
     assert problem(config(family)).startswith(f"model.family (mine:Model): forward({said}")
-
-
-def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
-    takes = "def forward(self, ids, targets, positions_SB, starts_SB):\n        pass"
-    assert check_user_model(config(write(PLAIN, f"    {takes}", path="taking.py"), RESETS))
-    family = write(PLAIN, "    def forward(self, ids, targets):\n        pass")
-    without = write(PLAIN, "    def logits(self, ids):\n        pass", path="without.py")
-    assert problem(config(without)) == f"model.family ({without}) must have a method forward(ids, targets)"
-    assert ", and positions_SB and starts_SB by name; every other" in problem(config(family, RESETS))

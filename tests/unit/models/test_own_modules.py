@@ -1,22 +1,26 @@
-"""What the modules and parameters of a class of the user's own must be, so that it can be trained and saved."""
+"""What modules and parameters of a class of the user's own must be to be trained and saved; batch-first classes."""
+
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from examples.own_model import plain
+from shardwise import batch_first
 from shardwise.base.errors import ConfigError
+from shardwise.config.model import PLAIN_MODULE
 from shardwise.distributed.mesh import Group
+from tests.dist.test_own_training import trainer
 from tests.rows import rows_of
-from tests.unit.layers.groups import pretend_group
-from tests.unit.models.own_classes import Write, build, config, unbuildable
+from tests.unit.layers.makers import pretend_group
+from tests.unit.models.own_classes import PLAIN, Write, build, config, problem, unbuildable
 
 ROWS = rows_of(__file__)
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    ROWS["uncut"],
-)
+@pytest.mark.parametrize(("layers", "said"), ROWS["uncut"])
 def test_under_tensor_parallelism_all_modules_must_be_cut(layers: str, said: str, write: Write) -> None:
     family = write(f"""
     def __init__(self, vocab_size, group=None):
@@ -69,10 +73,7 @@ def test_dropout_without_its_key_or_a_place_of_its_own_is_refused(write: Write) 
     ]
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    ROWS["unheld"],
-)
+@pytest.mark.parametrize(("layers", "said"), ROWS["unheld"])
 def test_what_no_checkpoint_could_hold_is_refused(layers: str, said: str, write: Write) -> None:
     family = write(f"""
     def __init__(self, vocab_size):
@@ -101,3 +102,73 @@ def test_layers_outside_of_blocks_keep_their_dtype(write: Write) -> None:
     assert torch.allclose(outside(x), plain[outside], atol=1e-6)
     assert not torch.allclose(inside(x), plain[inside], atol=1e-4)
     assert torch.allclose(inside.eval()(x), plain[inside], atol=1e-6), "an evaluation has no scales of its batch"
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+IDS_ALONE = """
+    def forward(self, ids):
+        return self.layer(ids)
+
+    def head(self, ids):
+        return self.layer(ids)
+"""
+
+
+class Output(NamedTuple):
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Module(nn.Module):
+    """`kind`: the form in which its logits come."""
+
+    def __init__(self, vocab_size: int, kind: str = "tensor") -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = self.head(self.embedding(ids).cumsum(1))
+        pair = logits.mean(), logits
+        return {"tensor": logits, "tuple": pair, "named": Output(None, logits), "none": {}}[self.kind]
+
+
+def test_it_is_the_sum_over_targets_of_the_same_weights() -> None:
+    torch.manual_seed(0)
+    module = batch_first(plain.Decoder)(64, **SIZES)
+    assert type(module).__name__ == "Decoder"
+    whole = plain.Decoder(64, **SIZES)
+    whole.load_state_dict(module.state_dict())
+    ids_SB, targets_SB = torch.randint(64, (2, 8, 3))
+    targets_SB[-1] = -100
+    expected = whole(ids_SB.t(), targets_SB.t()) * (targets_SB != -100).sum()
+    assert module(ids_SB, targets_SB).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(module.logits(ids_SB), whole.logits(ids_SB.t()).transpose(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "named"])
+def test_the_forms_of_logits(kind: str) -> None:
+    torch.manual_seed(0)
+    module = batch_first(Module)(16, kind=kind)
+    ids_SB, targets_SB = torch.randint(16, (2, 6, 2))
+    logits_SBV = module.head(module.embedding(ids_SB).cumsum(0))
+    expected = F.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), reduction="sum")
+    assert module(ids_SB, targets_SB).item() == pytest.approx(expected.item(), rel=1e-6)
+    zeros = torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"must return logits \[batch, sequence, vocabulary\], not a dict"):
+        batch_first(Module)(16, kind="none")(zeros, zeros)
+
+
+def test_the_first_errors_of_a_plain_module_name_it(write: Write) -> None:
+    """Each of: a forward of ids alone, an output that is no sum, swapped axes, a loss that gets no logits."""
+    family = write(PLAIN, IDS_ALONE)
+    assert problem(config(family)).endswith(PLAIN_MODULE)
+    said = problem(config(family, {"hooks": {"loss": "tests.own_hooks:cross_entropy"}}))
+    needs = "hooks.loss (tests.own_hooks:cross_entropy) needs a method logits(ids) of model.family (mine:"
+    assert said.startswith(needs)
+    assert said.endswith(PLAIN_MODULE)
+    for name in ("Pairs", "Summing"):
+        with pytest.raises(ConfigError) as refused:
+            trainer(name, **({"axis": 1} if name == "Summing" else {}))
+        assert PLAIN_MODULE in str(refused.value)

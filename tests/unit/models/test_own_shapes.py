@@ -12,17 +12,21 @@ from torch.nn import functional as F
 
 import shardwise
 from examples.own_model import plain
+from shardwise import pipelined
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, load_config
 from shardwise.distributed.mesh import Group
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.batch_first import batch_first
+from shardwise.models.blocks import ModelPart
 from shardwise.models.flops import flops_per_token
 from shardwise.models.own_shapes import own_shapes, own_token_flops
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.models.user_model import build_user_model
+from tests.dist.own_blocks import MODULES
 from tests.e2e.command import within
 from tests.unit.models import own_classes
+from tests.unit.models.own_classes import build, config, problem
 
 S, B, V, H = 32, 2, 512, 64
 SIZES = {"hidden_size": H, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -106,7 +110,7 @@ def test_flops_and_bytes_are_those_of_the_formula(family: str) -> None:
     assert memory.activations + memory.loss == pytest.approx(shapes.saved_bytes, rel=0.3)
 
 
-def test_grouped_products_and_convolutions_are_counted() -> None:
+def test_grouped_products_convolutions_and_bytes_of_a_real_pass() -> None:
     """torch 2.13 counts none of them (findings/torch-grouped-mm-autocast-and-flops.sh)."""
     assert own_shapes(config_of(f"{__name__}:Sparse")).token_flops == 6 * (H * H + H * V)
     # torch 2.13 does not divide a weight's gradient (findings/torch-flop-counter-grouped-convolutions.sh).
@@ -115,9 +119,6 @@ def test_grouped_products_and_convolutions_are_counted() -> None:
             keys = {"groups": groups, "transposed": transposed}
             shapes = own_shapes(config_of(f"{__name__}:Depthwise", **keys), accelerator)
             assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
-
-
-def test_bytes_of_a_real_forward_pass_and_of_one_that_reads_its_data() -> None:
     config = config_of(ATTENDING, width=128, layers=3)
     shapes = own_shapes(config)
     model = build_user_model(config, Group(), sequence_parallel=False)
@@ -181,3 +182,54 @@ def test_dry_run_and_plan_know_it(tmp_path: Path) -> None:
     assert [plan.calendar.seconds / 86_400 for plan in found] == [plan["days"] for plan in plans[:3]]
     assert {plan.config.model for plan in found} == {own.model}
     assert found[0].mfu == pytest.approx(plans[0]["mfu"])
+
+
+FOUR_BLOCKS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+PIPELINE = {"parallel": {"pipeline": 2}}
+
+
+class Tied(plain.Decoder):
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.head.weight = self.embedding.weight
+
+
+class Shorter(plain.Decoder):
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        del self.blocks[3]
+
+
+TiedStages, ShorterStages = (pipelined(kind, *MODULES) for kind in (Tied, Shorter))
+NormlessStages = pipelined(plain.Decoder, "embedding", "blocks", "head")
+NamelessStages = pipelined(plain.Decoder, "embeddings", "blocks")
+PlainDecoder = plain.Decoder
+
+
+def test_a_stage_has_its_blocks_and_a_class_without_any_is_told() -> None:
+    chosen = config("tests.dist.own_blocks:Plain", PIPELINE, **FOUR_BLOCKS)
+    whole = dict(build(chosen).named_parameters())
+    first = dict(build(chosen, part=ModelPart(range(2), True, False)).named_parameters())
+    last = dict(build(chosen, part=ModelPart(range(2, 4), False, True)).named_parameters())
+    assert first.keys() | last.keys() == whole.keys()
+    assert not first.keys() & last.keys()
+    assert {"embedding.weight", "blocks.1.mlp.up.bias"} <= first.keys()
+    assert {"head.weight", "norm.weight", "blocks.2.mlp.up.bias"} <= last.keys()
+    family = f"{__name__}:PlainDecoder"
+    said = problem(config(family, PIPELINE, **FOUR_BLOCKS))
+    assert said.startswith(f"parallel.pipeline (2) must be 1 with {family}, which names no blocks: `Trained = shard")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("TiedStages", "embedding.weight must be in one module .* and is in embedding and head"),
+        ("NormlessStages", "norm.weight must be in one module .* and is in none"),
+        ("ShorterStages", r"model.num_hidden_layers \(4\) must be the number of blocks \(3\) in the one torch.nn"),
+        ("NamelessStages", "shardwise.pipelined must name modules of the class: .*no attribute `embeddings`"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(name: str, said: str) -> None:
+    chosen = config(f"{__name__}:{name}", PIPELINE, **FOUR_BLOCKS)
+    with pytest.raises(ConfigError, match=rf"model.family \({__name__}:{name}\): {said}"):
+        build(chosen, part=ModelPart(range(2), True, False))

@@ -17,7 +17,7 @@ from shardwise.layers.context import runs_of_places
 from shardwise.models import attention_pieces, ring_attention
 from shardwise.models.masks import AttentionMask, BlocksMask, Mask
 from tests.sweeps import few
-from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import pretend_group
 from tests.unit.models.test_masks import error, seen, starts
 
 RANKS = 3

@@ -14,7 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.distributed.mesh import Group
+from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.matmul import let_products_add
+from shardwise.models.build import build_model
 from shardwise.models.llama import Llama
 from tests.unit.estimates.families import make_config, section
 
@@ -135,3 +137,20 @@ def test_a_wrapped_layer_is_called_and_finds_its_input_as_it_was(name: str) -> N
     assert wrapper.calls == 1
     wanted = gradients(model, partial(saved_tensors_hooks, torch.clone, lambda tensor: tensor))
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+@pytest.mark.parametrize(("name", "mode"), [("gpt", "fast"), ("gpt_neox", "invariant")])
+def test_ffn_dropout_drops_what_comes_out_of_the_activation(name: str, mode: Any) -> None:
+    model: Any = build_model(make_config(section(name, ffn_dropout=0.5)), Group(), sequence_parallel=False)
+    inputs: list[torch.Tensor] = []
+    mlp = model.layers[0].mlp
+    kept = mlp.dropout.register_forward_hook(lambda _module, args, y: inputs.extend((args[0], y)))
+    ids = torch.arange(32).view(16, 2)
+    model.hidden(ids, dropout=DropoutKey(1, 1, torch.arange(2), 0, mode))
+    kept.remove()
+    before, after = (x.detach() for x in inputs)
+    assert before.min() > -0.2, "GELU has no value below -0.17: this is not what comes out of it"
+    assert abs(float((after == 0).float().mean()) - 0.5) < 0.1
+    assert torch.allclose(after[after != 0], 2 * before[after != 0])
+    plain, dropped = model.hidden(ids), model.hidden(ids, dropout=DropoutKey(1, 1, torch.arange(2), 0, mode))
+    assert not torch.allclose(plain, dropped), "what was dropped reached the last projection"

@@ -68,6 +68,15 @@ class Pair:
         torch.testing.assert_close([*self.ours.parameters()], [*self.plain.parameters()], rtol=rtol, atol=atol)
 
 
+def decaying_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay and have trust ratios; vectors do not."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    return [
+        {"params": [p for p in trained if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.0},
+    ]
+
+
 def batch(step: int) -> Tensor:
     return torch.randint(0, 11, (9,), generator=torch.Generator().manual_seed(step))
 

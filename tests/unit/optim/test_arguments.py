@@ -1,6 +1,8 @@
 """Arguments that neither ZeroRedundancyOptimizer nor the wrapped class takes are refused with what replaces them."""
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -16,10 +18,7 @@ ROWS = rows_of(__file__)
 NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    ROWS["unknown"],
-)
+@pytest.mark.parametrize(("given", "message"), ROWS["unknown"])
 def test_unknown_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as raised:
         ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW, **given)
@@ -39,3 +38,27 @@ def test_options_of_the_wrapped_class_are_its_own_and_what_replaces_others_is_ta
     for advice in ARGUMENTS["optimizer"].values():
         words = [word for word in advice.split() if "=" in word and not word.startswith("accumulate(")]
         assert {word.split("=")[0] for word in words} <= NAMES, advice
+
+
+PROGRAM = """
+import sys
+import torch
+before = dict(vars(torch.optim.Optimizer))
+import shardwise.train.run
+from shardwise import LAMB, ZeroRedundancyOptimizer
+assert dict(vars(torch.optim.Optimizer)) == before, "torch was patched"
+for kind, options in ((torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9}), (LAMB, {})):
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    optimizer = ZeroRedundancyOptimizer([weight], kind, lr=0.1, grad_clipping=False, **options)
+    for _ in range(2):
+        weight.pow(2).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules, "the compiler was imported"
+"""
+
+
+@pytest.mark.slow
+def test_optimizers_leave_the_compiler_alone() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

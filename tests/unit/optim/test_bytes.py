@@ -70,11 +70,18 @@ def bytes_of_a_step(
     return {name: size / ELEMENTS for name, size in counted.moved.items() if size}
 
 
-@pytest.mark.parametrize(("compares", "most"), [(False, 46), (True, 58)])
-def test_bytes_of_a_step_in_mixed_precision(compares: bool, most: int) -> None:
+def test_bytes_of_a_step_in_mixed_precision_and_of_a_rank() -> None:
     """AdamW 28 and the scaled gradient 4, the norm of the gradient 4, its zeroing 4, and the rounded weights 6."""
-    moved = bytes_of_a_step(torch.optim.AdamW, compares=compares, gradient_dtype=torch.float32, fused=True)
-    assert sum(moved.values()) == most, moved
+    for compares, most in [(False, 46), (True, 58)]:
+        moved = bytes_of_a_step(torch.optim.AdamW, compares=compares, gradient_dtype=torch.float32, fused=True)
+        assert sum(moved.values()) == most, moved
+
+    def charged(**cut: Any) -> float:
+        precision = PrecisionConfig(mode="mixed").resolved(accelerator=True)
+        return update_bytes(OptimizerConfig(lr=1e-2), precision, elements=ELEMENTS, matrices=0, **cut) / ELEMENTS
+
+    assert charged(ranks=4, frees_gradients=False) == 42 / 4 + 4
+    assert charged(ranks=4, frees_gradients=True) == 46 / 4
 
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::empty"}
@@ -101,12 +108,3 @@ def test_the_planner_charges_the_bytes_that_are_moved(case: str) -> None:
     sizes = {"elements": ELEMENTS, "matrices": ELEMENTS if name == "muon" else 0}
     charged = update_bytes(settings, precision, **sizes, ranks=1, frees_gradients=False)
     assert charged / ELEMENTS == sum(size for operator, size in moved.items() if operator not in PRODUCTS), moved
-
-
-def test_the_planner_charges_a_rank_for_the_part_that_it_owns() -> None:
-    def charged(**cut: Any) -> float:
-        precision = PrecisionConfig(mode="mixed").resolved(accelerator=True)
-        return update_bytes(OptimizerConfig(lr=1e-2), precision, elements=ELEMENTS, matrices=0, **cut) / ELEMENTS
-
-    assert charged(ranks=4, frees_gradients=False) == 42 / 4 + 4
-    assert charged(ranks=4, frees_gradients=True) == 46 / 4

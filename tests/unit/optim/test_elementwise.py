@@ -104,7 +104,7 @@ def test_others_are_refused_by_name(optimizer_class: type[torch.optim.Optimizer]
     assert model.weight.grad is None
 
 
-def test_a_class_that_evaluates_other_weights_is_refused() -> None:
+def test_averaged_weights_are_refused_and_the_trial_does_not_touch_the_run() -> None:
     """As schedule-free optimizers do, whose weights of steps are not those to evaluate."""
 
     class Averaged(torch.optim.SGD):
@@ -112,10 +112,7 @@ def test_a_class_that_evaluates_other_weights_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Averaged cannot be sharded: its eval\(\) gives the averaged weights that"):
         ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), Averaged)
-
-
-def test_the_trial_does_not_touch_the_run() -> None:
-    """Neither the random numbers nor the default dtype of the user's script matter, or change."""
+    # Neither the random numbers nor the default dtype of the user's script matter, or change.
     torch.manual_seed(3)
     wanted = torch.rand(2)
     torch.manual_seed(3)

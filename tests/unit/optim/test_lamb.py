@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from shardwise import LAMB, Mesh, ZeroRedundancyOptimizer
 from shardwise.config import load_config
 from shardwise.train.build import _optimizer_class
-from tests.unit.optim.net import PLAIN, batch, make, sharded, train
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay and adapt, vectors do not."""
-    everything = [p for p in model.parameters() if p.requires_grad and p.numel()]
-    return [
-        {"params": [p for p in everything if p.dim() == 2], "weight_decay": 0.1},
-        {"params": [p for p in everything if p.dim() != 2], "weight_decay": 0.0},
-    ]
+from tests.unit.optim.net import PLAIN, batch, decaying_groups, make, sharded, train
 
 
 def wrap(parameters: Any, **options: Any) -> ZeroRedundancyOptimizer:
@@ -83,8 +74,8 @@ def train_both(
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_alone_it_is_the_papers_algorithm(dtype: torch.dtype, tolerance: float) -> None:
     plain, ours = make().to(dtype), make().to(dtype)
-    reference = Reference(groups(plain), lr=0.05)
-    first, *_ = train_both(plain, reference, ours, LAMB(groups(ours), lr=0.05), 20)
+    reference = Reference(decaying_groups(plain), lr=0.05)
+    first, *_ = train_both(plain, reference, ours, LAMB(decaying_groups(ours), lr=0.05), 20)
     assert min(first) < 0.6, "no ratio is far from 1, so the test shows little"
     assert_close(ours, plain, tolerance)
 
@@ -94,8 +85,8 @@ def test_through_the_wrapper_it_is_the_same(bucket_mib: float, max_norm: float |
     """Each tensor has its own ratio in flat slices of many; gradients are clipped before."""
     plain, ours = make(), make()
     clipping = PLAIN if max_norm is None else {"max_norm": max_norm}
-    optimizer = ZeroRedundancyOptimizer(groups(ours), LAMB, lr=0.05, bucket_mib=bucket_mib, **clipping)
-    list(train_both(plain, Reference(groups(plain), lr=0.05), ours, optimizer, 20, max_norm))
+    optimizer = ZeroRedundancyOptimizer(decaying_groups(ours), LAMB, lr=0.05, bucket_mib=bucket_mib, **clipping)
+    list(train_both(plain, Reference(decaying_groups(plain), lr=0.05), ours, optimizer, 20, max_norm))
     assert_close(ours, plain, 5e-6)
 
 
@@ -105,8 +96,8 @@ def test_fault_05_clipped_ratios_are_at_most_one(wrapped: bool) -> None:
     plain, ours = make(), make()
     for model in (plain, ours):
         model.first.weight.data.mul_(100.0)
-    reference = Reference(groups(plain), lr=0.05, most=1.0)
-    optimizer = (wrap if wrapped else LAMB)(groups(ours), lr=0.05, trust_clip=True)
+    reference = Reference(decaying_groups(plain), lr=0.05, most=1.0)
+    optimizer = (wrap if wrapped else LAMB)(decaying_groups(ours), lr=0.05, trust_clip=True)
     seen = [ratio for ratios in train_both(plain, reference, ours, optimizer, 3) for ratio in ratios]
     assert max(seen) > 2.0
     assert min(seen) < 0.6

@@ -153,7 +153,9 @@ def test_wsd_and_points_are_any_curve() -> None:
     assert billions == pytest.approx({0.05: 5e-4, 1: 1e-3, 8: 1e-3, 8.5: 5.5e-4, 10: 1e-4, 11: 1e-4}, rel=1e-3)
 
 
-def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
+def test_an_end_that_moved_and_a_new_schedule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def text(*keys: str, former_steps: int = 240) -> str | None:
         settings = load_config("llama2-tiny", keys).optimizer
         return moved_end_text(settings, 480, former_steps, 200)
@@ -165,17 +167,6 @@ def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
     assert text(*late) == f"the wsd {moved} 1.00e-03, as before"
     assert text(*linear, former_steps=480) is None
     assert text("optimizer.schedule=constant", "optimizer.warmup_steps=0") is None
-
-
-FREE = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
-
-
-def inverse_root(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """The schedule of arXiv:1706.03762: the root of the warmup over the step."""
-    return settings.lr * min(step / settings.warmup_steps, (settings.warmup_steps / step) ** 0.5)
-
-
-def test_a_new_schedule_is_a_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     record = LearningRateSpec("inverse_root", f"{__name__}:inverse_root", excludes=("min_lr",), reason="it has none")
     monkeypatch.setitem(LEARNING_RATES, record.name, record)
     keys = ["optimizer.schedule=inverse_root", "optimizer.warmup_steps=4", "optimizer.min_lr=0", "train.steps=16"]
@@ -184,3 +175,11 @@ def test_a_new_schedule_is_a_record(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "inverse_root" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"optimizer.min_lr \(0.1\) must be left out .* inverse_root: it has none"):
         with_keys(*keys, "optimizer.lr=1", "optimizer.min_lr=0.1")
+
+
+FREE = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+
+
+def inverse_root(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """The schedule of arXiv:1706.03762: the root of the warmup over the step."""
+    return settings.lr * min(step / settings.warmup_steps, (settings.warmup_steps / step) ** 0.5)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from shardwise import LAMB, Muon, ZeroRedundancyOptimizer, load_checkpoint, save_checkpoint
 from shardwise.base.tensor_box import Box
 from shardwise.distributed.placement import Init, Piece
-from tests.unit.optim.net import assert_equal, make, sharded, train
+from shardwise.optim.state_digest import StateHash, box_sum, digest_place
+from tests.unit.optim.net import assert_equal, decaying_groups, make, sharded, train
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -70,15 +72,6 @@ def test_fault_22_state_of_a_class_that_keeps_other_state_is_refused(saved: str)
         step(other, its_optimizer)
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices for Muon, which decay and have trust ratios; vectors for AdamW."""
-    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
-    return [
-        {"params": [p for p in trained if p.dim() == 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.0},
-    ]
-
-
 STOCHASTIC = {"optimizer_dtype": torch.bfloat16, "rounding": "stochastic", "rounding_seed": 5}
 
 
@@ -101,7 +94,7 @@ def test_a_run_that_continues_from_a_file_is_equal_to_the_bit(
     """With its schedule; None is LAMB without the wrapper."""
 
     def build(model: nn.Module, lr: float) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-        of_groups = groups(model)
+        of_groups = decaying_groups(model)
         if wrapped is Muon:
             of_groups[1]["use_muon"] = False
         if wrapped is None:
@@ -208,3 +201,57 @@ def test_fault_22_what_is_no_state_of_the_optimizer_is_refused() -> None:
         with pytest.raises(ValueError, match=re.escape(f"{told} optimizer cannot be loaded")):
             optimizer.load_state_dict(given)
         assert str(optimizer.state_dict()) == str(before)
+
+
+SHAPE = (6, 10)
+PLACE = digest_place(step=3, samples=24, tokens=768, position=24, seed=7)
+
+
+def numbers(dtype: str = "f4", shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(dtype)
+
+
+def whole(values: np.ndarray) -> int:
+    return box_sum(values, values.shape, Box.whole(values.shape))
+
+
+def test_sums_have_each_bit_each_place_and_add_up() -> None:
+    for dtype in ["f2", "f4", "f8"]:
+        values = numbers(dtype, (3, 4))
+        bits = values.view(f"u{values.itemsize}")
+        sums = {whole(values)}
+        for index in np.ndindex(values.shape):
+            for bit in range(8 * values.itemsize):
+                bits[index] ^= bits.dtype.type(1) << bits.dtype.type(bit)
+                sums.add(whole(values))
+                bits[index] ^= bits.dtype.type(1) << bits.dtype.type(bit)
+        assert len(sums) == 1 + values.size * 8 * values.itemsize
+    for dtype in ["f4", "f8"]:
+        values = numbers(dtype)
+        sums = {whole(values), whole(np.roll(values, 1, axis=0)), whole(np.roll(values, 1, axis=1))}
+        for a, b in (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((2, 3), (3, 2)), ((5, 9), (0, 0))):
+            swapped, negated = values.copy(), values.copy()
+            swapped[a], swapped[b] = values[b], values[a]
+            negated[a] *= -1
+            negated[b] *= -1
+            sums |= {whole(swapped), whole(negated)}
+        assert len(sums) == 3 + 8
+    for shape in [(), (7,), (4, 5), (2, 3, 4)]:
+        values = numbers("f4", shape)
+        cut = values.size // 2
+        boxes = [*Box.of_run(0, cut, shape), *Box.of_run(cut, values.size - cut, shape)]
+        assert sum(box_sum(values[box.slices], shape, box) for box in boxes) % 2**64 == whole(values)
+
+
+def test_the_whole_hash_has_names_states_and_the_place() -> None:
+    sums = {"model": {"a": 1, "b": 2}, "exp_avg": {"a": 3, "b": 4}}
+    states = [
+        StateHash(PLACE, sums),
+        StateHash({**PLACE, "position": 32}, sums),
+        StateHash(PLACE, {**sums, "model": {"a": 2, "b": 1}}),
+        StateHash(PLACE, {**sums, "model": {"a": 1, "c": 2}}),
+        StateHash(PLACE, {"model": sums["exp_avg"], "exp_avg": sums["model"]}),
+    ]
+    assert len({state.text for state in states}) == len(states)
+    assert StateHash(PLACE, dict(reversed(sums.items()))).text == states[0].text
+    assert len(states[0].text) == 16

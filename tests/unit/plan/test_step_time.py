@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
@@ -271,6 +271,7 @@ def test_behind_a_long_product_the_first_or_last_piece_remains() -> None:
 
 @given(seconds=st.floats(1e-6, 1e-1), bandwidth=st.floats(1e9, 1e12))
 @pytest.mark.parametrize("overlap", OVERLAPS)
+@settings(deadline=None)
 def test_overlap_never_hides_more_than_there_is(overlap: TensorOverlap, seconds: float, bandwidth: float) -> None:
     both = _collectives(overlap, bandwidth)
     sent = SIZE * 7 / 8 / (bandwidth * shipped_constants().node)

@@ -208,7 +208,7 @@ def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp
     assert restored.key() != key
 
 
-def test_fault_21_what_cannot_be_written_or_read_is_a_sentence(tmp_path: Path) -> None:
+def test_fault_21_what_cannot_be_written_or_read_is_a_sentence_and_events_have_their_types(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     for path in (run.config, run.metrics, run.path / "stop.json"):
         path.mkdir()
@@ -227,10 +227,7 @@ def test_fault_21_what_cannot_be_written_or_read_is_a_sentence(tmp_path: Path) -
         read_config(run)
     problem = "(it, line 2: model is given twice; it, line 3: model is given twice)"
     assert str(caught.value) == f"{tmp_path} must be a run's folder: {run.config} cannot be read {problem}"
-
-
-def test_fault_21_events_have_the_types_that_a_run_writes(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run").create()
+    run = RunDirectory(tmp_path / "events").create()
     lines = [
         '{"event": "start", "steps_before": [1]}',
         '{"event": "step", "step": 1e400, "loss": 1.5}',

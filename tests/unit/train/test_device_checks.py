@@ -100,7 +100,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return device
 
 
-def test_the_allocators_view_and_its_remedy(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_allocators_hosts_and_other_ranks(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def said() -> str:
         return out_of_memory_text(config(), Layout(2), 0, accelerator, Progress(), MemoryError())
 
@@ -110,6 +110,18 @@ def test_the_allocators_view_and_its_remedy(accelerator: torch.device, monkeypat
     assert f"{line}; PYTORCH_ALLOC_CONF with expandable_segments:True lets tensors use what is reserved" in said()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert f"{line}\n" in said()
+    offloaded = config(optimizer={"lr": 1e-3, "offload": True})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)
+    assert require_device(offloaded, Layout(2), 0, accelerator) is None
+    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: 2**16)
+    with pytest.raises(ConfigError, match=r"^the optimizer state of the 2 ranks on this machine \(.*\), which"):
+        require_device(offloaded, Layout(2), 0, accelerator)
+    assert require_device(config(), Layout(2), 0, accelerator) is None
+    chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
+    with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
+        require_device(chosen, Layout(2, tensor=2, sequence_parallel=True), 0, accelerator)
+    assert require_device(chosen, Layout(1), 0, torch.device("cpu")) is None
 
 
 def said_before_the_start(chosen: Config, layout: Layout, rank: int, device: torch.device) -> str:
@@ -151,17 +163,6 @@ def test_fault_04_ranks_of_a_machine_share_memory(available: int, said: str, mon
     assert "on 16 ranks" not in found, "more ranks on one machine save no memory"
 
 
-def test_offloaded_state_must_fit_into_host_memory(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    offloaded = config(optimizer={"lr": 1e-3, "offload": True})
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)
-    assert require_device(offloaded, Layout(2), 0, accelerator) is None
-    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: 2**16)
-    with pytest.raises(ConfigError, match=r"^the optimizer state of the 2 ranks on this machine \(.*\), which"):
-        require_device(offloaded, Layout(2), 0, accelerator)
-    assert require_device(config(), Layout(2), 0, accelerator) is None
-
-
 @pytest.mark.parametrize(
     ("lacking", "precision", "told"),
     [
@@ -177,13 +178,6 @@ def test_a_precision_that_the_device_lacks_is_refused(
     monkeypatch.setattr(devices, lacking, lambda *_: False)
     with pytest.raises(ConfigError, match=told):
         require_device(config(precision=precision), Layout(2), 0, accelerator)
-
-
-def test_symmetric_memory_is_refused_where_ranks_share_none(accelerator: torch.device) -> None:
-    chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
-    with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
-        require_device(chosen, Layout(2, tensor=2, sequence_parallel=True), 0, accelerator)
-    assert require_device(chosen, Layout(1), 0, torch.device("cpu")) is None
 
 
 def test_what_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,19 +23,12 @@ from shardwise_watch.run import RunView
 from tests import own_hooks
 from tests.arch.source import ROOT
 from tests.dist.training import SMALL_MODELS, make_config
-from tests.e2e.command import MINIATURE, within
+from tests.e2e.command import within
 from tests.rows import rows_of
 
 ROWS = rows_of(__file__)
 
 HERE = "tests.own_hooks"
-
-
-@pytest.fixture
-def recipe(own_folder: Path) -> str:
-    """A recipe that trains in a moment."""
-    (own_folder / "small.yaml").write_text(MINIATURE)
-    return "small.yaml"
 
 
 def losses(run: shardwise.Run) -> list[float]:
@@ -158,11 +151,7 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
     assert f"sample 0 must be a row of {length} whole numbers below model.vocab_size (131)" in told
 
 
-@pytest.mark.parametrize(
-    ("hooks", "problem"),
-    ROWS["wrong"],
-    ids=str,
-)
+@pytest.mark.parametrize(("hooks", "problem"), ROWS["wrong"], ids=str)
 def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], problem: str) -> None:
     config = make_config(hooks=hooks)
 

@@ -72,21 +72,6 @@ def test_checkpoints_of_another_run_or_another_place_are_refused(tmp_path: Path,
         found_by(elsewhere, run)
 
 
-def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: Path) -> None:
-    """A run that begins in their folder resumes; with weights alone it would begin, and is refused."""
-    chosen = config()
-    model = chosen.recorded()["model"]
-    root = Root.of(tmp_path / "checkpoints")
-    write_checkpoint(root, 100, small_tensors(1), ranks=1, config={"model": model}, data=IMPORTED)
-    assert found_by(chosen, tmp_path, None) == [100]
-    assert found_by(config(resume=100), tmp_path, None) == [100]
-    with pytest.raises(ConfigError, match=r"resumed only with the model .*\n  model.rope_theta \(1.0\) must be 1"):
-        found_by(make_config(model={"rope_theta": 1.0}), tmp_path, None)
-    write_checkpoint(root, 200, small_tensors(1), ranks=1, config={"model": model})
-    with pytest.raises(ConfigError, match=r"--run-dir .* must be empty for a new run, it has a checkpoint of step 200"):
-        found_by(chosen, tmp_path, None)
-
-
 def test_what_is_tried_in_which_order_and_what_a_crash_left_without_its_name(folder: Path) -> None:
     checkpoints = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED)
     assert [each.step for each in checkpoints.candidates] == [200, 100]
@@ -163,10 +148,22 @@ def test_other_data_are_refused_or_do_not_get_the_place_of_the_first_ones(tmp_pa
     assert not progress.losses, "the first losses of other data are no spikes"
 
 
-def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
+def test_a_run_that_goes_on_stops_after_its_own_steps_and_other_programs_steps_resume(tmp_path: Path) -> None:
     chosen = make_config(train={"steps": 20, "stop_after": 5}).train
     assert [chosen.last_step(before) for before in (0, 10, 18)] == [5, 15, 20]
     assert config().train.last_step(10) == 20
+    # A run that begins in their folder resumes; with weights alone it would begin, and is refused.
+    chosen = config()
+    model = chosen.recorded()["model"]
+    root = Root.of(tmp_path / "checkpoints")
+    write_checkpoint(root, 100, small_tensors(1), ranks=1, config={"model": model}, data=IMPORTED)
+    assert found_by(chosen, tmp_path, None) == [100]
+    assert found_by(config(resume=100), tmp_path, None) == [100]
+    with pytest.raises(ConfigError, match=r"resumed only with the model .*\n  model.rope_theta \(1.0\) must be 1"):
+        found_by(make_config(model={"rope_theta": 1.0}), tmp_path, None)
+    write_checkpoint(root, 200, small_tensors(1), ranks=1, config={"model": model})
+    with pytest.raises(ConfigError, match=r"--run-dir .* must be empty for a new run, it has a checkpoint of step 200"):
+        found_by(chosen, tmp_path, None)
 
 
 def training(chosen: Config, progress: Progress | None = None, batches: Any = None) -> Any:

@@ -1,11 +1,18 @@
-"""Scores of slow ranks and of loss spikes, with ranks that are played one after the other."""
+"""What is observed of its ranks, its garbage and its evaluations; their losses: tests/dist/test_evaluation.py."""
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.train.mean_loss import MicroBatch
+from shardwise.train.observers import SteppedCollection
 from shardwise.train.rank_file import WarningOnce
 from shardwise.train.step_meters import STRAGGLER_STEPS, _Stragglers
 from shardwise.train.step_record import SMOOTHED_STEPS, Progress, Straggler
@@ -35,7 +42,7 @@ def played(work: list[float], *layout: int, steps: int = STRAGGLER_STEPS + 3) ->
     return found[0]
 
 
-def test_the_slowest_rank_of_a_stage_is_named_with_its_scores() -> None:
+def test_the_slowest_rank_of_a_stage_is_named_once_and_spikes_are_standard_deviations() -> None:
     assert played([0.1, 0.1, 0.25, 0.1]) == Straggler(2, pytest.approx(2.5), 1.0)
     for equal in (played([0.1, 0.1, 0.1, 0.1]), played([0.25, 0.25], 2)):
         assert equal.relative == 1.0, "of ranks that are equally slow none is the slow one"
@@ -50,9 +57,6 @@ def test_the_slowest_rank_of_a_stage_is_named_with_its_scores() -> None:
     assert (longest, shortest) == (pytest.approx(3.0), pytest.approx(-3.0))
     assert rank.take([3.0, -1.0, 0.0, 0.0, 0.0]) is None
     assert rank.numbers()[2:] == [2.0, pytest.approx(3.0), pytest.approx(3.0)], "it says that it was this one"
-
-
-def test_occurrences_are_told_once_and_spikes_are_standard_deviations() -> None:
     slow = WarningOnce(1.5, 1.25)
     told = [slow.begins(score, who) for score, who in [(1.4, 3), (1.6, 3), (1.7, 3), (1.3, 3), (1.6, 3), (1.6, 5)]]
     assert told == [False, True, False, False, False, True]
@@ -71,3 +75,53 @@ def test_occurrences_are_told_once_and_spikes_are_standard_deviations() -> None:
     assert spike(4.1, before[1:]) is None, "too few steps before"
     assert spike(3.0 + 3e-3, [3.0] * SMOOTHED_STEPS) == pytest.approx(1.0), "equal losses have a least deviation"
     assert math.isfinite(spike(1.0, [0.0] * SMOOTHED_STEPS) or 0.0)
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_a_cycle_lives_until_the_end_of_its_step() -> None:
+    with SteppedCollection() as collection:
+        for _ in range(3):
+            collection.after_step()
+        cycle = weakref.ref(Cycle())
+        young = [[] for _ in range(3 * gc.get_threshold()[0])]
+        assert cycle() is not None, "the collector ran by itself"
+        collection.after_step()
+        assert cycle() is None
+    del young
+
+
+@pytest.mark.parametrize(("enabled", "frozen"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
+def test_the_collector_is_as_before(enabled: bool, frozen: bool) -> None:
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    try:
+        (gc.enable if enabled else gc.disable)()
+        (gc.freeze if frozen else gc.unfreeze)()
+        had_frozen = gc.get_freeze_count() > 0
+        with SteppedCollection() as collection:
+            for _ in range(3):
+                collection.after_step()
+            assert gc.get_freeze_count() > 0
+        assert gc.isenabled() == enabled
+        # Not their number: other threads of a test process free some.
+        assert (gc.get_freeze_count() > 0) == had_frozen
+    finally:
+        # As tests/conftest.py has it: all later tests would look for garbage among what they have imported.
+        (gc.freeze if was_frozen else gc.unfreeze)()
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def tokens(batch: Batch) -> int:
+    return int(MicroBatch.on(torch.device("cpu"), batch).tokens())
+
+
+def test_tokens_of_samples_that_only_fill_up_are_not_counted() -> None:
+    """Those of sentence pairs: special tokens alone, which a mask does not tell from others."""
+    samples, mask_SB = np.arange(3), np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    inputs = {"ids_SB": mask_SB, "mask_SB": mask_SB, "next_sentence_B": np.array([0, IGNORE, 1])}
+    assert tokens(Batch(inputs, np.array([2, 2]), samples)) == 3 + 2
+    causal = Batch({"ids_SB": mask_SB, "targets_SB": mask_SB}, np.array([7]), samples)
+    assert tokens(causal) == 7

@@ -256,6 +256,19 @@ def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
         assert found == values
 
 
+@pytest.mark.parametrize(
+    ("lines", "recompute"), [("packing: true", "full"), ("disable_gradient_checkpointing: true", None)]
+)
+def test_a_config_of_llama_factory_has_its_defaults(lines: str, recompute: str | None, others: Path) -> None:
+    """LLaMA-Factory 0.9.5 computes activations anew and cuts at 2,048 tokens, beside the Trainer's defaults."""
+    file = others / "pt.yaml"
+    text = f"stage: pt\nfinetuning_type: full\nper_device_train_batch_size: 2\nmax_steps: 9\n{lines}\n"
+    file.write_text(text, encoding="utf-8")
+    made = recipe_of(str(file), [f"model.config={others / 'model'}", "model.max_position_embeddings=2048"]).sections
+    found = (made["train"].get("recompute"), made["train"]["sequence_length"], made["optimizer"]["lr"])
+    assert found == (recompute, 2048, 5e-5)
+
+
 @pytest.mark.parametrize(("name", "value"), [("max_length", 64), ("max_length", None), ("max_seq_length", 64)])
 def test_a_config_of_trl_keeps_its_own_length(name: str, value: int | None, others: Path) -> None:
     """Without a limit, the length is asked for."""

@@ -73,29 +73,7 @@ def test_threads(value: str | None, cpus: int, limit: float | None, status: str,
     assert bool(found.mend) == (status != "ok")
 
 
-def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, state in ((1, "4: ACTIVE"), (2, "1: DOWN")):
-        port = tmp_path / "mlx5_0" / "ports" / str(number)
-        port.mkdir(parents=True)
-        (port / "state").write_text(f"{state}\n")
-
-    def lost(*_: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", lost)
-    found = list(
-        machine_checks._check_network({"NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "^docker"}, tmp_path)
-    )
-    texts = {check.status: check.found for check in found if check.name == "network"}
-    assert texts["wrong"] == "NCCL_SOCKET_IFNAME (nowhere0) must name an interface that is up"
-    assert "leads nowhere: Name or service not known" in texts["warning"]
-    assert {check.found: check.status for check in found if check.name == "RDMA"} == {
-        "mlx5_0 port 1 is active": "ok",
-        "mlx5_0 port 2 (1: DOWN) must be active": "warning",
-    }
-
-
-def test_a_place_is_written_and_a_launcher_is_there_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_launchers_and_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = machine_checks._check_folder("run folder", tmp_path / "runs" / "new")
     assert found.status == "ok"
     assert not list(tmp_path.iterdir())
@@ -113,6 +91,27 @@ def test_a_place_is_written_and_a_launcher_is_there_or_not(tmp_path: Path, monke
     whole |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert "several tasks of srun or mpirun" in machine_checks._check_launcher(whole).found
     assert machine_checks._check_memory(2**20).status == "warning"
+    for number, state in ((1, "4: ACTIVE"), (2, "1: DOWN")):
+        port = tmp_path / "infiniband/mlx5_0" / "ports" / str(number)
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+
+    def lost(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lost)
+    found = list(
+        machine_checks._check_network(
+            {"NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "^docker"}, tmp_path / "infiniband"
+        )
+    )
+    texts = {check.status: check.found for check in found if check.name == "network"}
+    assert texts["wrong"] == "NCCL_SOCKET_IFNAME (nowhere0) must name an interface that is up"
+    assert "leads nowhere: Name or service not known" in texts["warning"]
+    assert {check.found: check.status for check in found if check.name == "RDMA"} == {
+        "mlx5_0 port 1 is active": "ok",
+        "mlx5_0 port 2 (1: DOWN) must be active": "warning",
+    }
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> No
     assert bool(refused) == (len(found) < len(cells))
 
 
-def test_cells_of_plain_models_and_of_recipes() -> None:
+def test_cells_of_plain_models_recipes_bits_and_fp8() -> None:
     """Its class takes no `group`: it is not broken at TP 2, it cannot be cut."""
     sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = {"family": "examples.own_model.plain:Decoder", "num_attention_heads": 4, **sizes}
@@ -75,25 +75,6 @@ def test_cells_of_plain_models_and_of_recipes() -> None:
         assert (here.optimizer.zero, here.train.recompute) == (cell.zero, cell.recompute)
         assert here.train.global_batch == config.train.global_batch
         assert here.parallel.replicate == (2 if cell.data * cell.context % 2 == 0 else 1)
-
-
-def test_the_steps_move_the_weights_and_the_tolerance_is_that_of_the_dtypes() -> None:
-    """A warmup of thousands of steps would leave a rate of about 0, with which every layout agrees."""
-    config, _ = small(load_config("llama2-7b"))
-    assert (config.optimizer.warmup_steps, config.optimizer.lr) == (1, 1e-3)
-    assert small(load_config("llama2-7b", ["optimizer.name=lamb"]))[0].optimizer.lr == 1e-2
-
-    def tolerance(*overrides: str) -> Tolerance:
-        return Tolerance.of(miniature(load_config("llama2-tiny", overrides), [Cell()], 2, has_accelerator=False))
-
-    assert tolerance() == Tolerance(1e-5, 1e-5)
-    assert tolerance("precision.mode=mixed") == Tolerance(2**-10, 2**-5)
-    assert tolerance("precision.mode=mixed", "precision.reduce=bfloat16") == Tolerance(2**-10, 2**-2)
-    assert tolerance("precision.mode=bfloat16") == Tolerance(2**-10, 2**-2)
-    assert tolerance("precision.mode=float32", "precision.matmul=fp8") == Tolerance(2**-10, 2**-2)
-
-
-def test_micro_batches_of_bits_and_of_fp8() -> None:
     recipe = load_config("bert-tiny")
     cells = layouts_to_verify(recipe, "cpu", 8, parse_layouts(["all"]))
     cells = [cell for cell in cells if cell.tensor < 8 and cell.context == 1]
@@ -112,13 +93,26 @@ def test_micro_batches_of_bits_and_of_fp8() -> None:
     )
 
 
-def test_each_difference_beyond_the_tolerance_is_a_problem() -> None:
-    tolerance = Tolerance(1e-5, 1e-4)
-    assert LayoutDifferences(0.0, 1e-5, 1e-4, 1e-5).problems(tolerance, "A") == []
-    assert LayoutDifferences(1e-9, 2e-5, 2e-4, 3e-5, "w", "g").problems(tolerance, "A") == [
+def test_steps_move_the_weights_and_differences_beyond_the_tolerance_of_dtypes_are_problems() -> None:
+    """A warmup of thousands of steps would leave a rate of about 0, with which every layout agrees."""
+    config, _ = small(load_config("llama2-7b"))
+    assert (config.optimizer.warmup_steps, config.optimizer.lr) == (1, 1e-3)
+    assert small(load_config("llama2-7b", ["optimizer.name=lamb"]))[0].optimizer.lr == 1e-2
+
+    def tolerance(*overrides: str) -> Tolerance:
+        return Tolerance.of(miniature(load_config("llama2-tiny", overrides), [Cell()], 2, has_accelerator=False))
+
+    assert tolerance() == Tolerance(1e-5, 1e-5)
+    assert tolerance("precision.mode=mixed") == Tolerance(2**-10, 2**-5)
+    assert tolerance("precision.mode=mixed", "precision.reduce=bfloat16") == Tolerance(2**-10, 2**-2)
+    assert tolerance("precision.mode=bfloat16") == Tolerance(2**-10, 2**-2)
+    assert tolerance("precision.mode=float32", "precision.matmul=fp8") == Tolerance(2**-10, 2**-2)
+    allowed = Tolerance(1e-5, 1e-4)
+    assert LayoutDifferences(0.0, 1e-5, 1e-4, 1e-5).problems(allowed, "A") == []
+    assert LayoutDifferences(1e-9, 2e-5, 2e-4, 3e-5, "w", "g").problems(allowed, "A") == [
         "the initial w differs by 1.0e-09, and must be equal",
         "the gradient of g differs by 2.0e-04 of its norm",
         "the losses differ by 2.0e-05",
         "after the checkpoint of A was read the losses differ by 3.0e-05",
     ]
-    assert len(LayoutDifferences(math.nan, *[math.nan] * 3).problems(tolerance, "A")) == 4
+    assert len(LayoutDifferences(math.nan, *[math.nan] * 3).problems(allowed, "A")) == 4

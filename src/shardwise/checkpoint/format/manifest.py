@@ -536,11 +536,11 @@ def untiled_tensors(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[st
         f"the pieces of {state}/{name} {problem}"
         for state, named in tensors.items()
         for name, tensor in named.items()
-        if (problem := tiling_problem(tensor.shape, tensor.table))
+        if (problem := _tiling_problem(tensor.shape, tensor.table))
     ]
 
 
-def tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
+def _tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
     """The reason why the stored pieces of a tensor, each inside its shape, do not tile it.
 
     None where every element is in exactly one of them: they do not overlap, and have as many elements as the shape.

@@ -20,15 +20,12 @@ from shardwise.cli import output
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="what to fetch: a URL or a path")
-    parser.add_argument(
-        "dest", metavar="DEST", help="a file; or a folder, if it exists, ends with /, or several files are fetched"
-    )
-    parser.add_argument("--sha256", metavar="HEX", help="the SHA-256 that the file must have")
-    parser.add_argument("--force", action="store_true", help="replace another file")
-    parser.add_argument(
-        "--anonymous", action="store_true", help="read a public bucket (s3, gs, az) without credentials"
-    )
+    add = parser.add_argument
+    add("url", metavar="URL", help="what to fetch: a URL or a path")
+    add("dest", metavar="DEST", help="a file; or a folder, if it exists, ends with /, or several files are fetched")
+    add("--sha256", metavar="HEX", help="the SHA-256 that the file must have")
+    add("--force", action="store_true", help="replace another file")
+    add("--anonymous", action="store_true", help="read a public bucket (s3, gs, az) without credentials")
 
 
 def run(arguments: argparse.Namespace) -> int:

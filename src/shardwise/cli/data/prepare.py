@@ -41,32 +41,26 @@ _RETIRED = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="INPUT", help="text: a file, a folder or a hub id (ID or ID@REVISION)")
-    parser.add_argument("output", metavar="OUTPUT", help="PREFIX of PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "--format", metavar="megatron", default="megatron", help="format of OUTPUT: megatron, the only one"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH|ID", help="as data.tokenizer: a file, its folder or a hub id; text needs one"
-    )
+    add = parser.add_argument
+    add("input", metavar="INPUT", help="text: a file, a folder or a hub id (ID or ID@REVISION)")
+    add("output", metavar="OUTPUT", help="PREFIX of PREFIX.bin and PREFIX.idx")
+    add("--format", metavar="megatron", default="megatron", help="format of OUTPUT: megatron, the only one")
+    add("--tokenizer", metavar="PATH|ID", help="as data.tokenizer: a file, its folder or a hub id; text needs one")
     add_reading(parser)
-    parser.add_argument("--config", metavar="NAME", help="the configuration of a hub data set that has several")
-    parser.add_argument("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
-    parser.add_argument("--force", action="store_true", help="replace an OUTPUT of other text or options")
-    raw = parser.add_argument_group("options of raw tokens")
-    raw.add_argument(
-        "--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: by its header or its bytes)"
-    )
+    add("--config", metavar="NAME", help="the configuration of a hub data set that has several")
+    add("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
+    add("--force", action="store_true", help="replace an OUTPUT of other text or options")
+    add_raw = parser.add_argument_group("options of raw tokens").add_argument
+    add_raw("--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: by its header or its bytes)")
     eod_token_help = "id that separates documents (default: the one of llm.c's header or of --tokenizer)"
-    raw.add_argument("--eod-token", metavar="ID", type=int, help=eod_token_help)
-    made = parser.add_argument_group("options of text")
-    add_marks(made)
-    made.add_argument(
-        "--split-sentences", action="store_true", default=None, help="a sequence for each sentence, for BERT"
-    )
+    add_raw("--eod-token", metavar="ID", type=int, help=eod_token_help)
+    text = parser.add_argument_group("options of text")
+    add_marks(text)
+    split_help = "a sequence for each sentence, for BERT"
+    text.add_argument("--split-sentences", action="store_true", default=None, help=split_help)
     add_json(parser)
     for option, action in _RETIRED.items():
-        parser.add_argument(option, action=action, default=None, help=argparse.SUPPRESS)
+        add(option, action=action, default=None, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,6 @@ from shardwise.data import cache
 from shardwise.data.formats import inspections, prepared_data
 from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
 from shardwise.data.reading import content, data_manifest, hdf5_files
-from shardwise.data.reading.hdf5_files import HDF5Shard, HDF5ShardRows
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.samples import batch, sentence_pairs
@@ -36,7 +35,7 @@ _RUN_ROWS = 64
 class _PreparedShards(prepared_data.PreparedData):
     """HDF5 shards, whose parts are rows between two of `bounds` each."""
 
-    shards: HDF5ShardRows
+    shards: hdf5_files.HDF5ShardRows
     bounds: Sequence[int]
 
     def rows(self, part: Part) -> range:
@@ -72,13 +71,13 @@ def _open_data(request: DataRequest) -> _PreparedShards:
     hdf5_files.h5py_library()
     for path in hdf5_files.hdf5_shard_paths(data):
         with problems:
-            shards.append(HDF5Shard.open(path, request.sequence_length))
+            shards.append(hdf5_files.HDF5Shard.open(path, request.sequence_length))
     if len(problems) > _PROBLEMS_SHOWN:
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
         problems[_PROBLEMS_SHOWN:] = [left_out]
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(data), problems)
     raise_problems(DataError, problems)
-    rows = HDF5ShardRows(
+    rows = hdf5_files.HDF5ShardRows(
         hdf5_files.unpack_hdf5_shards(request.root, shards, request.announce), request.vocab_size, token_types
     )
     bounds = part_bounds(len(rows), data.split_weights)
@@ -109,16 +108,18 @@ def _manifests(data: DataConfig) -> list[Path]:
 def _preview(request: DataRequest) -> str:
     prepared_data.require_sentence_pairs(request)
     paths = hdf5_files.hdf5_shard_paths(request.data)
-    previewed = [HDF5Shard.open(path, request.sequence_length) for path in paths[:_PREVIEWED]]
+    previewed = [hdf5_files.HDF5Shard.open(path, request.sequence_length) for path in paths[:_PREVIEWED]]
     opened = f", of which {len(previewed)} were opened" if len(previewed) < len(paths) else ""
     return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
     paths = hdf5_files.hdf5_shard_paths(data)
-    first = HDF5Shard.open(paths[0])
+    first = hdf5_files.HDF5Shard.open(paths[0])
     # The model is not known, so any id passes; segments are 0 and 1 in every BERT.
-    shards = HDF5ShardRows([first, *(HDF5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
+    shards = hdf5_files.HDF5ShardRows(
+        [first, *(hdf5_files.HDF5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2
+    )
     number = len(shards)
     rows_B = np.unique(
         np.minimum(np.add.outer(inspections.evenly_spread(number, _RUNS), np.arange(_RUN_ROWS)), number - 1)
@@ -159,7 +160,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     )
 
 
-def _summary(shards: HDF5ShardRows, bounds: Sequence[int], request: DataRequest) -> str:
+def _summary(shards: hdf5_files.HDF5ShardRows, bounds: Sequence[int], request: DataRequest) -> str:
     number = len(shards.shards)
     total = sum(shard.path.stat().st_size for shard in shards.shards)
     sizes = dict(zip(PART_NAMES, np.diff(bounds).tolist(), strict=True))

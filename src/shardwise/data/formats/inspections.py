@@ -17,8 +17,7 @@ from shardwise.base.units import count, counted
 from shardwise.data.formats.data_format import FirstDocuments, InspectedSample, Inspection
 from shardwise.data.rows import IntArray, Integers
 from shardwise.data.samples.packing import PackedSamples
-from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 # Two lines of a terminal hold no more of a sample.
 _SAMPLE_TOKENS = 64
@@ -105,12 +104,12 @@ def inspection_with_packing(
 def _tokenizer(named: str | None, manifest: Mapping[str, Any] | None) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer that the user names, else that of the manifest if it is still the same; and the note if neither."""
     if named is not None:
-        return Tokenizer.load(resolve_tokenizer(named)), []
+        return load_tokenizer(named), []
     if manifest is None or manifest["tokenizer"]["sha256"] is None:
         return None, ["samples are ids: --tokenizer shows them as text"]
     name = manifest["tokenizer"].get("name")
     try:
-        tokenizer = Tokenizer.load(resolve_tokenizer(str(name), cached=True))
+        tokenizer = load_tokenizer(str(name), cached=True)
     except ConfigError:
         return None, [f"samples are ids: the tokenizer {name} is not here, name it by --tokenizer"]
     if tokenizer.digest != manifest["tokenizer"]["sha256"]:

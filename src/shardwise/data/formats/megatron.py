@@ -15,7 +15,6 @@ from shardwise.config import DataConfig
 from shardwise.data.formats import inspections, packing_cache, prepared_data
 from shardwise.data.formats.data_format import DataFormat, FirstDocuments, Inspection, LengthStatistics
 from shardwise.data.reading import data_manifest, megatron_files, token_files
-from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.samples import batch, causal, order, packing
@@ -25,6 +24,8 @@ from shardwise.data.samples import batch, causal, order, packing
 _LENGTHS = 1 << 20
 _BLOCKS = 256
 _BLOCK_TOKENS = 1 << 16
+_Parts = Mapping[Part, tuple[megatron_files.MegatronDocuments, ...]]
+"""The documents of each part in each of the data sets."""
 _BLEND_ORDER = 2
 """The version of the order in which data sets of a blend take turns."""
 
@@ -40,7 +41,7 @@ class _PreparedDocuments(prepared_data.PreparedData):
     """
 
     weights: tuple[float, ...]
-    parts: Mapping[Part, tuple[MegatronDocuments, ...]]
+    parts: _Parts
     vocab_size: int
     pair_tokens: PairTokens | None = None
     packed: tuple[Mapping[Part, packing.PackedSamples], ...] = ()
@@ -76,7 +77,7 @@ class _PreparedDocuments(prepared_data.PreparedData):
     def _batches_of_data_set(
         self,
         request: DataRequest,
-        documents: MegatronDocuments,
+        documents: megatron_files.MegatronDocuments,
         number: int,
         part: Part,
         *,
@@ -103,10 +104,10 @@ class _PreparedDocuments(prepared_data.PreparedData):
 
 def _open_data(request: DataRequest) -> _PreparedDocuments:
     problems = Problems(prepared_data.missing_tokenizer_problems(request, has_documents=True))
-    files: list[IndexedFile] = []
+    files: list[megatron_files.IndexedFile] = []
     for _, prefix in request.data.weighted_prefixes:
         with problems:
-            files.append(IndexedFile.open(prefix))
+            files.append(megatron_files.IndexedFile.open(prefix))
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
     raise_problems(DataError, problems)
     parts = _parts(files, request)
@@ -132,7 +133,7 @@ def _open_data(request: DataRequest) -> _PreparedDocuments:
 
 
 def _packed(
-    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
+    files: Sequence[megatron_files.IndexedFile], parts: _Parts, request: DataRequest
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
     if not request.data.packs_documents:
         return
@@ -172,7 +173,7 @@ def _most_tokens(request: DataRequest, limit: int) -> int | None:
 def _inspect(data: DataConfig, samples: int) -> Inspection:
     assert data.path is not None
     prefix = megatron_files.megatron_prefix(data.path)
-    file = IndexedFile.open(prefix)
+    file = megatron_files.IndexedFile.open(prefix)
     number = file.num_documents
     total = len(file.tokens)
     chosen = inspections.evenly_spread(number, _LENGTHS)
@@ -214,21 +215,21 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
 
 def _first_documents(data: DataConfig) -> FirstDocuments:
     assert data.path is not None
-    file = IndexedFile.open(megatron_files.megatron_prefix(data.path))
+    file = megatron_files.IndexedFile.open(megatron_files.megatron_prefix(data.path))
     number = min(file.num_documents, packing.WINDOW)
     return FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
 
-def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tuple[MegatronDocuments, ...]]:
-    parts: dict[Part, list[MegatronDocuments]] = {part: [] for part in PART_NAMES}
+def _parts(files: Sequence[megatron_files.IndexedFile], request: DataRequest) -> _Parts:
+    parts: dict[Part, list[megatron_files.MegatronDocuments]] = {part: [] for part in PART_NAMES}
     for file in files:
         bounds = part_bounds(file.num_documents, request.data.split_weights)
         for part, (first, stop) in zip(PART_NAMES, pairwise(bounds), strict=True):
-            parts[part].append(MegatronDocuments(file, first, stop, request.vocab_size))
+            parts[part].append(megatron_files.MegatronDocuments(file, first, stop, request.vocab_size))
     return {part: tuple(documents) for part, documents in parts.items()}
 
 
-def _too_short(parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest) -> list[str]:
+def _too_short(parts: _Parts, request: DataRequest) -> list[str]:
     """The problems of parts that are too short: training needs a sample of each data set, an evaluation one of any."""
     problems = []
     for part in request.needed_parts:
@@ -243,9 +244,7 @@ def _too_short(parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: Dat
     return problems
 
 
-def _summary(
-    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
-) -> str:
+def _summary(files: Sequence[megatron_files.IndexedFile], parts: _Parts, request: DataRequest) -> str:
     if request.data.blend is None:
         name = request.data.name
     else:

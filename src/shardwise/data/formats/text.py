@@ -31,8 +31,7 @@ from shardwise.data.request import Announce, DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Flags, IntArray, PairTokens, Part, part_sizes_text
 from shardwise.data.samples.order import mix_bits, mix_integer
 from shardwise.data.tokens import encoding
-from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
-from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, load_tokenizer, train_tokenizer
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
 # and time.
@@ -368,7 +367,7 @@ def inspect_text(data: DataConfig, samples: int) -> Inspection:
         ("characters", f"{count(int(lengths.sum()))}{limit}"),
     ]
     if data.tokenizer is not None:
-        tokenizer = Tokenizer.load(resolve_tokenizer(data.tokenizer))
+        tokenizer = load_tokenizer(data.tokenizer)
         first = documents[: 1 + int(np.searchsorted(np.cumsum(lengths), _ENCODED_CHARACTERS))]
         first[-1] = first[-1][:_ENCODED_CHARACTERS]
         bytes_per_token = sum(len(text.encode()) for text in first) / len(_tokens(first, tokenizer, data)[0])
@@ -394,7 +393,7 @@ def _first_documents(data: DataConfig) -> FirstDocuments:
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
     documents, is_all = _beginning(open_text_source(data), _ENCODED_CHARACTERS)
-    tokens, sizes = _tokens(documents, Tokenizer.load(resolve_tokenizer(data.tokenizer)), data)
+    tokens, sizes = _tokens(documents, load_tokenizer(data.tokenizer), data)
     return FirstDocuments(tokens, np.concatenate([[0], np.cumsum(sizes)]), is_all)
 
 

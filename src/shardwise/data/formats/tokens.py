@@ -22,8 +22,7 @@ from shardwise.data.reading.token_files import (
 )
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, Part, json_digest, part_bounds, part_sizes_text
-from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
+from shardwise.data.tokens.tokenizer import load_tokenizer
 
 # An inspection takes seconds: about the most tokens that it looks at.
 _LOOKED_AT = 1 << 22
@@ -102,7 +101,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     if not _is_flat(data):
         rows = RowFiles(data)
         return datasets.inspect_token_rows(rows, data, samples, rows.files, "rows of tokens")
-    named = data.tokenizer and Tokenizer.load(resolve_tokenizer(data.tokenizer)).vocab_size
+    named = data.tokenizer and load_tokenizer(data.tokenizer).vocab_size
     tokens = FlatTokens.open(data, None, named or None)
     documents = tokens.documents
     starts = tokens.begins if documents is None else documents

@@ -205,7 +205,7 @@ def require_characters(text: str, where: Callable[[], str], key: str) -> None:
 
 
 def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-    arrow = _arrow("pyarrow")
+    arrow = arrow_library("pyarrow")
 
     def columns(schema: Any) -> list[str]:
         require_text_column(path, schema, key)
@@ -227,7 +227,7 @@ def parquet_batches(
         columns: function that returns the columns that are read of a table with a schema.
         start: first row that is needed: the row groups before it are not read.
     """
-    parquet = _arrow("pyarrow.parquet")
+    parquet = arrow_library("pyarrow.parquet")
     with _sound_parquet(path), path.open("rb") as opened:
         file = parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
         read = columns(file.schema_arrow)
@@ -243,7 +243,7 @@ def parquet_batches(
 
 @contextlib.contextmanager
 def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
-    arrow = _arrow("pyarrow")
+    arrow = arrow_library("pyarrow")
     with read_errors(path):
         try:
             yield
@@ -259,7 +259,7 @@ def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
 
 def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
     """The kinds of those of these columns that a parquet file has."""
-    parquet = _arrow("pyarrow.parquet")
+    parquet = arrow_library("pyarrow.parquet")
     with _sound_parquet(path), path.open("rb") as opened:
         return column_kinds(parquet.ParquetFile(opened).schema_arrow, names)
 
@@ -270,7 +270,7 @@ def column_kinds(schema: Any, names: Sequence[str]) -> dict[str, str]:
     A name that two columns have is none.
     """
     # `empty_table` of pyarrow 26 refuses lists of JSON.
-    table = _arrow("pyarrow").Table.from_batches([], schema)
+    table = arrow_library("pyarrow").Table.from_batches([], schema)
     fields = {name: with_nested_column(table, name).schema for name in names}
     return {name: column_kind(of.field(name).type) for name, of in fields.items() if of.get_field_index(name) >= 0}
 
@@ -291,7 +291,7 @@ def require_text_column(path: Path | HubFile, schema: Any, key: str) -> None:
 
 def column_kind(type_: Any) -> str:
     """The content of columns of an arrow type: "text", "tokens" for lists of integers, or the type's name."""
-    types = _arrow("pyarrow").types
+    types = arrow_library("pyarrow").types
     if types.is_dictionary(type_):
         type_ = type_.value_type
     if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):
@@ -320,7 +320,7 @@ def batch_records(batch: Any) -> list[dict[str, Any]]:
     JSON, as which the library `datasets` stores values of several types, is read. It stores a text that is itself JSON
     as it is, so that a message `42` stays a text; one in quotes cannot be told from a stored text, and loses them.
     """
-    fields = _arrow("pyarrow").struct([*batch.schema])
+    fields = arrow_library("pyarrow").struct([*batch.schema])
     return [_plain(row, fields) for row in batch.to_pylist()]
 
 
@@ -330,7 +330,7 @@ def _plain(value: Any, type_: Any, name: str = "") -> Any:
         return {name: _plain(inner, fields[name], name) for name, inner in value.items() if inner is not None}
     if isinstance(value, list) and hasattr(type_, "value_type"):
         return [_plain(inner, type_.value_type) for inner in value]
-    if isinstance(value, str) and isinstance(type_, _arrow("pyarrow").JsonType):
+    if isinstance(value, str) and isinstance(type_, arrow_library("pyarrow").JsonType):
         with contextlib.suppress(ValueError):
             read = json_value(value)
             has_parts = isinstance(read, list) and read and all(isinstance(part, dict) for part in read)
@@ -340,7 +340,7 @@ def _plain(value: Any, type_: Any, name: str = "") -> Any:
 
 def require_sound_array(array: Any, where: str, key: str) -> None:
     """Raises DataError if values of a mapped arrow array lie beyond it, as reading them would end the process."""
-    arrow = _arrow("pyarrow")
+    arrow = arrow_library("pyarrow")
     # As text, the values would be checked for UTF-8 too: `arrow_text` does that, and names the row.
     binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     try:
@@ -368,7 +368,8 @@ def _first_sentence(error: Exception) -> str:
     return first_line(error).partition(". ")[0]
 
 
-def _arrow(module: str) -> Any:
+def arrow_library(module: str) -> Any:
+    """A module of pyarrow, which parquet files need; DataError if it is not installed."""
     return optional_library(module, "parquet files need", "parquet")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +42,7 @@ class TokenRows:
             row = first + array.is_null().to_pylist().index(True)
             raise DataError(f"{where}: row {row}: the column {column!r} is null: remove the row")
         flat = array.flatten()
-        lengths = importlib.import_module("pyarrow.compute").list_value_length(array)
+        lengths = jsonl_parquet.arrow_library("pyarrow.compute").list_value_length(array)
         return TokenRows(
             lengths.to_numpy(zero_copy_only=False).astype(np.int64),
             # Numpy has no nulls: as 0 the tokens keep their dtype, and the nulls are refused by the mask.
@@ -123,7 +121,7 @@ def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterato
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
         for first, batch in jsonl_parquet.parquet_batches(file, require):
-            table = importlib.import_module("pyarrow").Table.from_batches([batch])
+            table = jsonl_parquet.arrow_library("pyarrow").Table.from_batches([batch])
             values = jsonl_parquet.with_nested_column(table, column).column(column).combine_chunks()
             yield TokenRows.of_arrow(values, str(file), first, column)
         return
@@ -153,7 +151,9 @@ def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
         raise DataError(f"{where()}: the field {column!r} must hold a list of whole numbers, not {given} {_FIX}")
     if not {*map(type, values)} <= {int}:
         at = next(at for at, value in enumerate(values) if type(value) is not int)
-        raise DataError(f"{where()}: token {at} ({json.dumps(values[at])[:40]}) must be a whole number {_FIX}")
+        raise DataError(
+            f"{where()}: token {at} ({orjson.dumps(values[at]).decode()[:40]}) must be a whole number {_FIX}"
+        )
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError:

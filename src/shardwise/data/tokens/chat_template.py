@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -282,22 +283,36 @@ class ChatTemplate:
                     "renders no conversation without a message: give the answer the weight 0, or remove it"
                 ) from None
             after = render(messages[: number + 1], add_generation_prompt=False)
-            if text.startswith(after) and after.startswith(before):
-                answers.append((len(before), self._end_of_answer(text, len(before), len(after))))
+            begin = self._begin_of_answer(chat, number, before, after)
+            if text.startswith(after) and begin is not None:
+                answers.append((begin, self._end_of_answer(text, begin, len(after))))
             else:
                 rewritten.append(number)
         if not rewritten:
             return _RenderedChat(text, answers)
         before = render(messages[:last], add_generation_prompt=True)
         text = render(messages[: last + 1], add_generation_prompt=False)
-        if not text.startswith(before):
+        begin = self._begin_of_answer(chat, last, before, text)
+        if begin is None:
             raise DataError(
                 f"the chat template in {self.name} must render the beginning of a conversation as the beginning of "
                 f"its text, and message {rewritten[0] + 1} is rendered otherwise with those after it: put "
                 "{% generation %} and {% endgeneration %} around the answers in the template"
             )
         left_out = len(rewritten) + len(answers) - 1
-        return _RenderedChat(text, [(len(before), self._end_of_answer(text, len(before), len(text)))], left_out)
+        return _RenderedChat(text, [(begin, self._end_of_answer(text, begin, len(text)))], left_out)
+
+    def _begin_of_answer(self, chat: Conversation, number: int, before: str, after: str) -> int | None:
+        """The character at which message `number` begins in `after`; `before`: the text up to the generation prompt.
+
+        Nemotron 3's prompt for thinking is no beginning of an answer without reasoning, which then begins where the two
+        part, as in trl. None: the messages before it are rendered otherwise.
+        """
+        if after.startswith(before):
+            return len(before)
+        context = self.render(chat.messages[:number], chat.variables, add_generation_prompt=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+        return shared if after.startswith(context) else None
 
     def _end_of_answer(self, text: str, begin: int, end: int) -> int:
         """The end of an answer without the white space that a template puts after the token that ends it."""

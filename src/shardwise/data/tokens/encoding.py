@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -81,7 +80,9 @@ def document_tokens(
     begun = False  # True if the next text continues a document
     for batch in group_by_size(document_texts(pieces), lambda item: item[1].characters, characters):
         ends = [text.ends_document for _, text in batch]
-        tokens, sizes = marks.put(*tokenizer.encode_rows([*chain(*(t.texts for _, t in batch))]), ends, begun=begun)
+        tokens, sizes = marks.put(
+            *tokenizer.encode_rows([text for _, piece in batch for text in piece.texts]), ends, begun=begun
+        )
         for (key, text), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
             yield key, row, text.ends_document
         begun = not ends[-1]

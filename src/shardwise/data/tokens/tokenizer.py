@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 LARGEST_TRAINED = 2**20
 """Largest vocabulary of a tokenizer that is trained here: the trainer reserves memory for all of it at its start."""
+_APPLY = "apply to a text"
 PLAIN_CLASS: Mapping[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
 """The class of transformers that reads a `tokenizer.json` and nothing else.
 
@@ -124,17 +124,14 @@ class Tokenizer:
     def encoding(self, text: str) -> tokenizers.Encoding:
         """All that the library says about the tokens of `text`, nothing added."""
         self._read_special_tokens(literally=False)
-        with self._library_errors():
+        with tokenizer_files.tokenizers_library_errors(self._name, _APPLY):
             return self._backend.encode(text, add_special_tokens=False)
 
     def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """The same of all texts, on all cores."""
         self._read_special_tokens(literally=False)
-        with self._library_errors():
+        with tokenizer_files.tokenizers_library_errors(self._name, _APPLY):
             return self._backend.encode_batch(texts, add_special_tokens=False)
-
-    def _library_errors(self) -> AbstractContextManager[None]:
-        return tokenizer_files.tokenizers_library_errors(self._name, "apply to a text")
 
     def _read_special_tokens(self, *, literally: bool) -> None:
         # Set only if it differs, as it must not be set while another thread encodes.
@@ -147,7 +144,7 @@ class Tokenizer:
         Tokens that it puts after a text are left out.
         """
         plain = self.encoding(text).ids
-        with self._library_errors():
+        with tokenizer_files.tokenizers_library_errors(self._name, _APPLY):
             with_marks = self._backend.encode(text, add_special_tokens=True).ids
         for start in range(len(with_marks) - len(plain) + 1):
             if with_marks[start : start + len(plain)] == plain:
@@ -170,7 +167,7 @@ class Tokenizer:
     def encode_rows(self, texts: list[str], *, literally: bool = False) -> tuple[Int32Array, IntArray]:
         """All ids of texts, and the number of each; `literally`: the name of a special token is text like any other."""
         self._read_special_tokens(literally=literally)
-        with self._library_errors():
+        with tokenizer_files.tokenizers_library_errors(self._name, _APPLY):
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
         # From an iterator, as lists of Python integers take nine times the memory of the array.
@@ -194,7 +191,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int] | Integers, *, skips_special: bool = False) -> str:
         """The text of `ids`; ends of documents and other special tokens show unless `skips_special` leaves them out."""
-        with self._library_errors():
+        with tokenizer_files.tokenizers_library_errors(self._name, _APPLY):
             return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
 
     def save(self, folder: Path, copies: Mapping[str, Path] | None = None) -> None:
@@ -235,6 +232,11 @@ class Tokenizer:
         assert self.pair_names is not None
         ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
         return PairTokens(**ids)
+
+
+def load_tokenizer(named: str, *, cached: bool = False) -> Tokenizer:
+    """The tokenizer that a path or a hub id names; `cached`: without a request. ConfigError: it cannot be opened."""
+    return Tokenizer.load(tokenizer_files.resolve_tokenizer(named, cached=cached))
 
 
 def plain_tokenizer_config(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:

@@ -114,7 +114,6 @@ class _PartViews(torch.autograd.Function):
 
 
 def _sum_over_ranks(gradients: Sequence[Tensor], ranks: Group) -> list[Tensor]:
-    """Return the sum of each gradient over the ranks, all by one collective."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     sums = collectives.all_reduce_(flat, ranks).split([gradient.numel() for gradient in gradients])
     return [total.view_as(gradient) for total, gradient in zip(sums, gradients, strict=True)]
@@ -200,8 +199,6 @@ class SequenceParts:
 
 
 class _Caller(nn.Module):
-    """Lets `functional_call` call any function."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import cache_root, reason_of
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import raise_on_all_ranks, union
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.compiled_units import CapturedGraph, Compilation
 from shardwise.train.compile.graph_cache import Facts, GraphCache, graph_label
@@ -74,7 +72,7 @@ class RunGraphs:
                 )
             if config.compile.require_cached:
                 problems += missing
-            raise_on_all_ranks(problems, mesh.world)
+            collectives.raise_on_all_ranks(problems, mesh.world)
             rank_answers = collectives.all_gather_objects((path, missing), mesh.world)
             self._stack = stack.pop_all()
         for line in dict.fromkeys(line for _, lines in rank_answers for line in lines):
@@ -86,7 +84,7 @@ class RunGraphs:
         os.environ[FOLDER_VARIABLE] = str(self._work_path)
         self._known_files = compiled_files(self._work_path)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RunGraphs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -151,7 +149,7 @@ class RunGraphs:
             )
         if self._stores:
             problem = self._store(compiled_here)
-        problems = union([] if problem is None else [problem], self._mesh.world)
+        problems = collectives.union([] if problem is None else [problem], self._mesh.world)
         return captured, problems[0] if problems else None
 
     def _store(self, compiled: set[tuple[str, bool]]) -> str | None:

@@ -1,21 +1,25 @@
-"""Checkpoints as plain Hugging Face folders: formats, shards, what comes from where, and what is refused."""
+"""Checkpoints as plain Hugging Face folders: formats, shards, model cards, and what is refused."""
 
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.format.export_checkpoint import Export
-from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.safetensors import DTYPES, cast_overflows, cast_values
 from shardwise.checkpoint.format.writing import staged_folder, write_small_file
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.config import load_config
 from tests.stored import Tensors, small_tensors, write_checkpoint
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -75,13 +79,22 @@ def test_weights_of_another_format_come_from_the_masters(tmp_path: Path, dtype: 
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == (dtype or "bfloat16")
 
 
-def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
+def test_biases_of_routers_stay_in_float32_and_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     """As in transformers, whose `_keep_in_fp32_modules_strict` names them."""
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     tensors: Tensors = {"model": {bias: ("F32", np.array([0.251, -0.001], np.float32)), "w": ("F32", np.ones(2, "f4"))}}
     found = export(with_tensors(tmp_path, tensors), tmp_path / "out", "bfloat16")
     assert (found[bias].dtype, found["w"].dtype) == (torch.float32, torch.bfloat16)
     assert found[bias].tolist() == tensors["model"][bias][1].tolist()
+    tensors = {"model": {"norm.weight": ("F32", np.array([1.0, 1e5], np.float32))}}
+    folder = with_tensors(tmp_path / "wide", tensors)
+    with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
+        export(folder, tmp_path / "none", "float16")
+    assert not (tmp_path / "none").exists()
+    assert cast_overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
+    assert not cast_overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), (
+        "finite values alone do"
+    )
 
 
 def test_fault_09_files_in_folders_are_exported(folder: Root, tmp_path: Path) -> None:
@@ -89,12 +102,12 @@ def test_fault_09_files_in_folders_are_exported(folder: Root, tmp_path: Path) ->
     template = "additional_chat_templates/tool_use.jinja"
     planned, entry = Export(folder), write_small_file(folder, template, b"{{ tools }}")
     planned._manifest = replace(planned._manifest, files=(*planned._manifest.files, entry))
-    planned.write(Root.of(tmp_path), "out", 10**9)
-    assert (tmp_path / "out" / template).read_bytes() == b"{{ tools }}"
-    assert not (tmp_path / "out" / "optimizer").exists()
+    planned.write(Root.of(tmp_path), "files", 10**9)
+    assert (tmp_path / "files" / template).read_bytes() == b"{{ tools }}"
+    assert not (tmp_path / "files" / "optimizer").exists()
 
 
-def test_shards_have_an_index_and_a_limit(folder: Root, tmp_path: Path) -> None:
+def test_shards_have_an_index_and_a_limit_and_folders_that_exist_are_refused(folder: Root, tmp_path: Path) -> None:
     found = export(folder, tmp_path / "out", "float32", max_bytes=200)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in found.values())
@@ -105,10 +118,6 @@ def test_shards_have_an_index_and_a_limit(folder: Root, tmp_path: Path) -> None:
         assert name in held
         assert len(held) == 1 or sum(4 * tensor.numel() for tensor in held.values()) <= 200
     assert not [path for path in tmp_path.glob("out/**/*") if path.name in (MANIFEST, "optimizer")]
-
-
-def test_a_folder_that_exists_is_refused(folder: Root, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="out exists already: choose another name, or remove it"):
         export(folder, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"must be a checkpoint, and it has no manifest.json"):
@@ -133,18 +142,6 @@ def test_damage_is_told_and_nothing_is_left(tmp_path: Path, kind: str) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints"]
 
 
-def test_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
-    tensors: Tensors = {"model": {"norm.weight": ("F32", np.array([1.0, 1e5], np.float32))}}
-    folder = with_tensors(tmp_path, tensors)
-    with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
-        export(folder, tmp_path / "out", "float16")
-    assert not (tmp_path / "out").exists()
-    assert cast_overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
-    assert not cast_overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), (
-        "finite values alone do"
-    )
-
-
 def test_a_disk_that_fills_up_leaves_nothing(folder: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a model looks like a whole one, or takes the room of one."""
 
@@ -163,3 +160,70 @@ def test_a_folder_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch
     with staged_folder(Root.of(tmp_path), "model") as folder:
         (folder / "weights").write(b"x")
     assert synced == [(".model.partial", False), (tmp_path.name, True)]
+
+
+LOSSES = (3.0, 2.5, 2.25)
+
+
+def card(
+    tmp_path: Path, *overrides: str, recipe: str = "llama2-tiny", base_model: str | None = None, **changed: Any
+) -> tuple[dict[str, Any], str]:
+    """The header and the text of the card of a checkpoint with a configuration."""
+    config = load_config(recipe, list(overrides)).recorded()
+    folder = write_checkpoint(tmp_path, config=config, **({"losses": LOSSES} | changed))
+    _, header, text = model_card(Manifest.read(folder), base_model).decode().split("---\n", 2)
+    return yaml.safe_load(header), text
+
+
+def test_a_card_has_the_facts_of_the_manifest_and_what_a_hub_id_names(tmp_path: Path) -> None:
+    header, text = card(tmp_path, "train.steps=200")
+    assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shardwise"]}
+    model = load_config("llama2-tiny").model
+    for fact in (
+        "# llama, 121 parameters",
+        "Written by shardwise 0.1.0.",
+        f"| model | `llama`: 121 parameters, layers {model.num_hidden_layers}, hidden size {model.hidden_size}, ",
+        "| data | `tiny` |",
+        "| steps | 100 of 200 |",
+        "| tokens | 25,600 in 800 samples |",
+        "| training loss | 2.2500 at the last step, 2.5833 in the mean of the last 3 |",
+        "They do not depend on the number of ranks",
+        "This card states no licence",
+    ):
+        assert fact in text
+    assert "began from" not in text
+    overrides = ("data.dataset=acme/text@v1", "checkpoint.load=acme/tiny")
+    header, text = card(tmp_path / "hub", *overrides, base_model="acme/tiny")
+    assert (header["base_model"], header["datasets"]) == ("acme/tiny", ["acme/text"])
+    assert "| began from | `acme/tiny` |" in text
+    header, text = card(tmp_path / "folder", "checkpoint.load=runs/base")
+    assert "base_model" not in header
+    assert "| began from | `base` |" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["data.path=/home/me/secret place/corpus.jsonl"], "`corpus.jsonl`"),
+        (["data.path=s3://me:hunter2@bucket/a|b?key=1"], "`a_b`"),
+        (["data.mixture={web: {path: /data/w, weight: 1}, code: {dataset: python, weight: 1}}"], "`code`, `web`"),
+    ],
+)
+def test_of_data_on_a_disk_the_card_has_names_alone(tmp_path: Path, overrides: list[str], names: str) -> None:
+    _, text = card(tmp_path, "data.dataset=null", *overrides)
+    assert f"| data | {names} |\n" in text
+    assert "/home" not in text
+    assert "hunter2" not in text
+
+
+def test_an_export_has_the_card_of_its_checkpoint_or_a_new_one(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints")
+    planned = Export(folder)
+    planned.write(Root.of(tmp_path), "new")
+    assert (tmp_path / "new" / MODEL_CARD).read_bytes() == model_card(Manifest.read(folder))
+    entry = write_small_file(folder, MODEL_CARD, b"of the checkpoint")
+    manifest = Manifest.read(folder)
+    changed = Manifest(**(vars(manifest) | {"files": (*manifest.files, entry)}))
+    (folder / "manifest.json").write(changed.to_json().encode())
+    Export(folder).write(Root.of(tmp_path), "copied")
+    assert (tmp_path / "copied" / MODEL_CARD).read_bytes() == b"of the checkpoint"

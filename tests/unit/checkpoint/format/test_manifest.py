@@ -30,7 +30,7 @@ def signed(plain: dict[str, Any]) -> str:
     return json.dumps({**plain, "digest": digest}, sort_keys=True, separators=(",", ":")) + "\n"
 
 
-def test_what_is_written_is_read_back(folder: Root) -> None:
+def test_what_is_written_is_read_back_and_every_changed_byte_is_found(folder: Root) -> None:
     manifest = Manifest.read(folder)
     assert (manifest.step, manifest.samples, manifest.rng["ä"]) == (100, 800, [1e-05, 0.1, None])
     assert Manifest.from_json(manifest.to_json(), "x") == manifest
@@ -47,9 +47,6 @@ def test_what_is_written_is_read_back(folder: Root) -> None:
     assert older.losses == (2.5, 2)
     assert "recent_losses" not in older.schedule
     assert Manifest.from_json(older.to_json(), "x") == older
-
-
-def test_every_changed_byte_is_found(folder: Root) -> None:
     text = text_of(folder)
     chance = random.Random(0)
     places = {chance.randrange(len(text)) for _ in range(300)} | set(range(40)) | {len(text) - 1}

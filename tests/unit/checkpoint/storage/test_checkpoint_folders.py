@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage import checkpoint_folders as folders
 from shardwise.checkpoint.storage import root as places
 from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints, partial_name, removable_folders, step_name
 from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.run_identity import RunOwner, earlier_run, record_owner
+from shardwise.runs.folder import RunDirectory
+from tests.dist.training import make_config
 from tests.stored import bfloat16, write_checkpoint
 
 TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}
@@ -67,13 +72,6 @@ def test_newest_first_and_what_is_wrong(root: Root, monkeypatch: pytest.MonkeyPa
     assert all(each.unreadable for each in list_checkpoints(root))
 
 
-def test_the_newest_intact_stay(root: Root) -> None:
-    remove_all_but(2, root)
-    assert set(root.names()) == {
-        step_name(600), step_name(500), step_name(400), partial_name(700), "step-7", "notes", "step-00000500.abandoned"
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("keep", "every", "gone"),
     [(None, None, []), (None, 200, []), (1, 200, [300, 100]), (0, None, [400, 300, 200, 100]), (9, None, [300])],
@@ -85,15 +83,20 @@ def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: lis
     assert all(each.folder.exists() for each in going), "asking removes nothing"
 
 
-def test_what_may_be_intact_stays(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_intact_stay_and_what_may_be_intact(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that gives no answer about a checkpoint is no reason to remove it."""
     read = Manifest.read
 
     def some_answers(folder: Root) -> Manifest:
         return no_answer(folder) if folder.name in (step_name(400), step_name(100)) else read(folder)
 
-    monkeypatch.setattr(Manifest, "read", some_answers)
-    assert steps(removable_folders(root, 2)[0]) == [300]
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", some_answers)
+        assert steps(removable_folders(root, 2)[0]) == [300]
+    remove_all_but(2, root)
+    assert set(root.names()) == {
+        step_name(600), step_name(500), step_name(400), partial_name(700), "step-7", "notes", "step-00000500.abandoned"
+    }  # fmt: skip
 
 
 def lengths(root: Root, *steps: int) -> dict[int, dict[str, int]]:
@@ -223,3 +226,54 @@ def test_a_prune_that_breaks_off_leaves_no_checkpoint(root: Root, monkeypatch: p
     with pytest.raises(StoreError, match="no answer"):
         remove_all_but(2, root)
     assert not (root / step_name(300) / MANIFEST).exists()
+
+
+CONFIG = make_config()
+ANOTHER = make_config(train={"seed": 8})
+
+
+def with_checkpoint(path: Path, *, at: Path | None = None) -> RunDirectory:
+    """An intact run of `CONFIG` that has saved step 100."""
+    run = RunDirectory(path).create()
+    run.write_config(dump_yaml(CONFIG.model_dump(mode="json")))
+    run.metrics.write_text('{"event": "step", "step": 1}\n')
+    root = Root.of(at or run.checkpoints)
+    write_checkpoint(root, 100, config=CONFIG.model_dump(mode="json"), data={"run": run.id()})
+    record_owner(root, RunOwner.here(run.id(), run.path))
+    return run
+
+
+def test_a_run_is_continued_with_its_own_configuration_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = with_checkpoint(tmp_path)
+    monkeypatch.setattr("shardwise.checkpoint.format.manifest.Manifest.read", None)
+    assert earlier_run(run, CONFIG) == CONFIG.model_dump(mode="json"), "no manifest is needed"
+    assert earlier_run(RunDirectory(tmp_path / "new"), CONFIG) is None
+    with pytest.raises(ConfigError, match=r"train.seed \(8\) must be 7"):
+        earlier_run(run, ANOTHER)
+
+
+def test_a_run_whose_configuration_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    run = with_checkpoint(tmp_path)
+    for content, reason in (
+        (None, "No such file"),
+        (b"", "it holds no configuration"),
+        (b"- 1", "it holds no configuration"),
+        (b"model: {", "is not valid YAML"),
+        (b"model: \xff", "invalid start byte"),
+        (b"a: 1\na: 2\na: 3\n", r"line 2: a is given twice; \S+, line 3: a is given twice"),
+    ):
+        run.config.unlink(missing_ok=True)
+        if content is not None:
+            run.config.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"config.yaml cannot be read \(.*{reason}.*put a copy of it back"):
+            earlier_run(run, CONFIG)
+
+
+def test_a_start_that_took_no_step_does_not_bind_its_folder(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    run.write_config(dump_yaml(CONFIG.model_dump(mode="json")))
+    for events in ("", '{"event": "start"}\n{"event": "stop", "reason": "failed: x"}\n'):
+        if events:
+            run.metrics.write_text(events)
+        assert earlier_run(run, CONFIG) == CONFIG.model_dump(mode="json")
+        assert earlier_run(run, ANOTHER) is None

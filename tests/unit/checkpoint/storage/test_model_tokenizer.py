@@ -56,7 +56,7 @@ def test_text_has_the_ids_of_the_loaded_model(tmp_path: Path, *, is_far: bool) -
     assert rows["tokenizer"] == f"{config.data.tokenizer}: 270 tokens, of model.vocab_size (512)"
 
 
-def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_continues_keeps_its_tokenizer_and_another_is_asked_for(tmp_path: Path) -> None:
     """Which has other bytes than that of the model, as `tokenizer_config.json` has another class."""
     here = folder(tmp_path / "model")
     (here / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>"}')
@@ -68,10 +68,7 @@ def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(
     said: list[str] = []
     continued = prepare_data(with_loaded_tokenizer(config, Root.of(saved)), announce=said.append)
     assert (continued.fingerprint, continued.tokenizer_path, said) == (begun.fingerprint, begun.tokenizer_path, [])
-
-
-def test_another_tokenizer_is_asked_for(tmp_path: Path) -> None:
-    weights = Root.of(folder(tmp_path / "model"))
+    weights = Root.of(folder(tmp_path / "weights"))
     other = folder(tmp_path / "other", text="One two three four. ")
     config = run_of(tmp_path, f"data.tokenizer={other}")
     assert with_loaded_tokenizer(config, weights).data.tokenizer == str(other)

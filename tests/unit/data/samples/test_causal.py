@@ -26,6 +26,7 @@ END = 0
     masks=st.booleans(),
     targets=st.integers(0, 7),
 )
+@settings(deadline=None)
 def test_each_token_by_hand(rows: list[list[int]], masks: bool, targets: int) -> None:
     ends = DocumentEnds(END, masks, reset_position_ids=True, reset_attention_mask=True)
     batch = causal_batch(np.array(rows), np.full(len(rows), targets), np.arange(len(rows)), ends)

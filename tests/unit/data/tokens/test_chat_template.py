@@ -111,6 +111,21 @@ def test_of_answers_that_a_template_rewrites_the_last_one_is_learned(tmp_path: P
     assert template.rendered_chat(Conversation(CHAT[:3])).left_out == 0, "a single answer is the last one"
 
 
+def test_an_answer_begins_where_it_parts_from_the_generation_prompt(tmp_path: Path) -> None:
+    """As in trl 1.16: Nemotron 3's prompt, which asks for reasoning, is no beginning of an answer without it."""
+    turns = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}"
+        "{{ '\n' if thinking is not defined else '</think>' }}{% endif %}"
+    )
+    template = template_of(tmp_path, turns)
+    first, second = (message["content"] for message in CHAT if message["role"] == "assistant")
+    assert answers(template, CHAT) == [f"</think>{first}<|im_end|>", f"</think>{second}<|im_end|>"]
+    off = template.rendered_chat(Conversation(CHAT, {"thinking": False}))
+    assert [off.text[begin:end] for begin, end in off.answers] == [f"{first}<|im_end|>", f"{second}<|im_end|>"]
+
+
 def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
     train_tokenizer(TEXT, 300, "text", chat=True).save(tmp_path)
     assert ChatTemplate.of(tmp_path) is None

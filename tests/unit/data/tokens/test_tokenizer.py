@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -142,6 +142,7 @@ CHOICES = [*product([None, True, False], [None, True])]
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1), st.booleans(), *[st.sampled_from([None, 7])] * 2
 )
+@settings(deadline=None)
 def test_marks_stand_at_the_ends_of_documents(
     pieces: list[tuple[int, bool]], begun: bool, begin: int | None, end: int | None
 ) -> None:

@@ -1,14 +1,25 @@
-"""The folder of compiled graphs: whole files or none, whatever else writes, dies or is damaged."""
+"""The cache of compiled graphs, and which facts of a run they depend on."""
 
+import importlib
+import json
 import os
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shardwise
 from shardwise.base.errors import ConfigError
-from shardwise.train.compile.graph_cache import CachedGraph, GraphCache
+from shardwise.config import check_layout, load_config
+from shardwise.train.compile.compiled_units import BLOCK
+from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache
+from shardwise.train.compile.graph_facts import _SOURCES, _user_sources, graph_facts
+from tests.rows import rows_of
+
+ROWS = rows_of(__file__)
 
 CODE = bytes(range(256)) * 20
 
@@ -118,3 +129,61 @@ def test_fault_16_programs_that_any_user_may_write_are_not_used(cache: GraphCach
     with pytest.raises(ConfigError, match=r"cannot be written: .* must be 0775 or stricter"):
         stored(cache, work)
     GraphCache(cache.root / "none").require_trusted()
+
+
+CPU = torch.device("cpu")
+
+
+def facts_of(*overrides: str, training: bool = True) -> Facts:
+    config = load_config("llama2-tiny", overrides)
+    return graph_facts(config, check_layout(config, config.parallel.ranks), CPU, BLOCK, training)
+
+
+def differing(a: Facts, b: Facts) -> set[str]:
+    return {key for key in {*a, *b} if a.get(key) != b.get(key)}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    ROWS["shared"],
+    ids=lambda overrides: overrides[0],
+)
+def test_runs_that_share_graphs(overrides: list[str]) -> None:
+    assert facts_of(*overrides) == facts_of()
+
+
+@pytest.mark.parametrize(
+    ("override", "keys"),
+    ROWS["not_shared"],
+)
+def test_runs_that_do_not(override: str, keys: list[str]) -> None:
+    assert differing(facts_of(), facts_of(override)) == set(keys)
+
+
+def test_what_beside_keys_decides_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts_of("train.recompute=full", "train.dropout_mode=invariant", training=False) == facts_of(training=False)
+    # A folder that was renamed would leave the cached graphs of its former code in use.
+    root = Path(shardwise.__file__).parent
+    for pattern in _SOURCES:
+        assert list(root.glob(pattern)), pattern
+    files = {path for pattern in _SOURCES for path in root.glob(pattern)}
+    assert root / "config/decoders.py" in files, "a factor on the scores of attention is a number in a graph"
+    (tmp_path / "owned").mkdir()
+    (tmp_path / "owned/__init__.py").touch()
+    (tmp_path / "owned/parts.py").write_text("WIDTH = 8\n")
+    (tmp_path / "owned/model.py").write_text("from owned.parts import WIDTH\n\n\nclass Model:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("owned.model").Model
+    assert {path.name for path in _user_sources(model)} == {"__init__.py", "parts.py", "model.py"}
+    for name in ("owned", "owned.parts", "owned.model"):
+        del sys.modules[name]
+    # Code is compiled for the very processor, and calls other matmuls on those that are not Intel's.
+    before = facts_of()
+    assert json.loads(json.dumps(before)) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        patch.setattr("shardwise.train.compile.graph_facts._SOURCES", ("models/llama.py",))
+        assert differing(before, facts_of()) == {"threads", "code"}
+    monkeypatch.setattr("shardwise.distributed.devices.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
+    monkeypatch.setattr("shardwise.train.compile.graph_facts._compiler", lambda: "without AVX512")
+    assert differing(before, facts_of()) == {"matmuls", "compiler and processor"}
