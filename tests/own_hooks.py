@@ -56,6 +56,16 @@ class SignMomentum(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(mean.sign(), alpha=group["lr"])
 
 
+class NestedState(SignMomentum):
+    """Keeps several means in one entry, as pytorch_optimizer's AggMo and all of heavyball do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["means"] = {0.9: torch.zeros_like(p)}
+
+
 class WithoutStep(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

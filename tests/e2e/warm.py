@@ -45,7 +45,7 @@ _IMPORTED = (
     *(f"shardwise.data.formats.{name}" for name in ("text", "chat", "hdf5", "megatron", "packing_cache", "tokens")),
     "shardwise.data.formats.streamed_text",
     "shardwise_use.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
-    "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
+    "shardwise.train.run", "shardwise.verify.cell_training", "shardwise.cli.run_preparation",
     "shardwise.launch.rank_process", "shardwise.pipeline.schedule", "shardwise.launch.failed_run",
     "shardwise.checkpoint.load_weights", "shardwise.train.evaluator", "shardwise.models.llama", "shardwise.models.bert",
     "shardwise.models.gpt", "shardwise.models.gpt_neox", "shardwise.models.user_model", "shardwise.layers.experts",
@@ -154,6 +154,7 @@ def _serve(place: str) -> None:
     # Libraries tell each other; what shardwise calls is told as its own.
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("error", category=DeprecationWarning, module="shardwise")
+    warnings.filterwarnings("ignore", ".* found in sys.modules after import of package")  # this server has them all
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
     signal.signal(signal.SIGCHLD, _wait_for_those_who_answer)
     with socket.socket(socket.AF_UNIX) as listener:

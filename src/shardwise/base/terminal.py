@@ -88,7 +88,7 @@ _TEXT = 68  # columns that a text takes at most, nearly always
 
 @dataclass
 class progress:
-    """A terminal's bar, or lines of a log, on the body of a `with` statement: it gets a function to call by amounts.
+    """A terminal's bar, or lines of a log, for a `with` statement's body, which calls a function with amounts done.
 
     Attributes:
         total: amount of all the work; None if it is unknown.

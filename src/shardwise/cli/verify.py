@@ -44,7 +44,7 @@ _CPU_RANKS = 4
 _NUMBERS = {"weights": "weights", "loss": "losses", "grad": "gradients", "resumed": "resumed"}
 """Column → field of the differences."""
 _CHOICES = "choices"
-_IMPORTS = ("shardwise.verify.verification", "shardwise.pipeline.schedule")
+_IMPORTS = ("shardwise.verify.cell_training", "shardwise.pipeline.schedule")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

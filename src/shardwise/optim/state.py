@@ -20,7 +20,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket, in_order
-from shardwise.optim.wrapped_class import is_number, kept_state
+from shardwise.optim.wrapped_class import is_number, kept_state, unstorable
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 MASTER = "master"
@@ -152,13 +152,7 @@ def unstorable_states(optimizer: ZeroRedundancyOptimizer) -> list[str]:
     """Return the entries of the optimizer's state that no checkpoint stores, with their kinds."""
     kinds: dict[str, None] = {}  # a set in order
     for bucket in optimizer.buckets:
-        for name, value in optimizer.inner.state[bucket.master].items():
-            if value is None or is_number(value, bucket.master):
-                continue
-            if not isinstance(value, Tensor):
-                kinds[f"{name} ({type(value).__name__})"] = None
-            elif value.shape != bucket.master.shape:
-                kinds[f"{name} (shape {list(value.shape)})"] = None
+        kinds |= dict.fromkeys(unstorable(optimizer.inner.state[bucket.master], bucket.master))
     return list(kinds)
 
 

@@ -40,11 +40,14 @@ MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
 """Makes an optimizer of the wrapped class from a parameter group."""
 
 
-def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> list[str]:
     """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves, in 12 steps.
 
     The numbers that it keeps must be equal too: Prodigy's and D-Adaptation's estimates of a distance, which are sums
     over all weights, begin so small that weights differ much later.
+
+    Returns:
+        the entries of its state that no checkpoint stores.
 
     Raises:
         ValueError: names the class and what it did. Errors of its constructor about its options are passed on.
@@ -63,11 +66,11 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     gradients[:, 3:] *= 100.0
     options = _trial_options(defaults)
     matrix = nn.Parameter(weight.clone())
-    optimizer = optimizer_class([matrix], **options)
+    whole = optimizer_class([matrix], **options)
     refusal = f"optimizer_class {name} cannot be sharded: {_ADVICE}"
     try:
-        _run(optimizer, matrix, gradients)
-        numbers = [_numbers(optimizer, matrix)]
+        _run(whole, matrix, gradients)
+        numbers = [_numbers(whole, matrix)]
         halves: list[Tensor] = []
         for part, gradient in zip(weight.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True):
             half = nn.Parameter(part.clone())
@@ -84,6 +87,7 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
         for each in numbers[1:]
     ):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
+    return unstorable(whole.state[matrix], matrix)
 
 
 def class_for_slices(
@@ -136,6 +140,19 @@ def may_continue(optimizer_class: type[torch.optim.Optimizer], saved: str) -> bo
     return saved in names or (saved in _CLASSES_WITH_ADAM_STATE and not names.isdisjoint(_CLASSES_WITH_ADAM_STATE))
 
 
+def unstorable(state: Mapping[str, Any], parameter: Tensor) -> list[str]:
+    """Return the entries of a parameter's state that no checkpoint stores, with their kinds."""
+    entries: list[str] = []
+    for name, value in state.items():
+        if value is None or is_number(value, parameter):
+            continue
+        if not isinstance(value, Tensor):
+            entries.append(f"{name} ({type(value).__name__})")
+        elif value.shape != parameter.shape:
+            entries.append(f"{name} (shape {list(value.shape)})")
+    return entries
+
+
 def is_number(value: object, parameter: Tensor) -> bool:
     """Return whether an entry of a parameter's state is a single number, such as a count of steps."""
     if isinstance(value, Tensor):
@@ -150,10 +167,11 @@ def _trial_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
-    """Return the numbers in an optimizer's group and in the state of its parameter, in the order of their names."""
+    """Return the numbers of an optimizer's group and of its parameter's state by the order of names, without counts."""
     entries = {**options_of(optimizer.param_groups[0]), **optimizer.state[parameter]}
-    numbers = [float(entries[name]) for name in sorted(entries) if is_number(entries[name], parameter)]
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    numbers = [entries[name] for name in sorted(entries, key=str) if is_number(entries[name], parameter)]
+    reals = [float(number) for number in numbers if isinstance(number, float) or torch.is_tensor(number)]
+    return torch.tensor(reals, dtype=torch.float64, device="cpu")
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

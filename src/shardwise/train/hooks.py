@@ -130,9 +130,14 @@ def user_optimizer(hooks: HooksConfig, section: OptimizerConfig) -> tuple[type[t
     options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(hooks.optimizer_options)
     # Buckets hold parts of parameters: a class that needs a whole parameter would compute something else.
     try:
-        require_elementwise(optimizer_class, options)
+        lost = require_elementwise(optimizer_class, options)
     except RAISED as error:
         raise ConfigError(f"hooks.optimizer ({path}): {error_text(error)}") from error
+    if lost:
+        raise ConfigError(
+            f"hooks.optimizer ({path}) must keep tensors of the parameters' shapes, and numbers: a checkpoint holds no "
+            f"other state, and {listing(lost)} would be lost when the run resumes"
+        )
     return optimizer_class, options
 
 

@@ -122,7 +122,7 @@ class TensorParallelShards:
             parts = [part if isinstance(part, LazyTensor) else LazyTensor.of(part) for part in held]
             same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
             # Several stages may have a tensor, such as a tied embedding: the first one counts.
-            self._require_replicas(name, self.tensors.setdefault(name, parts), parts, same)
+            self._require_equal(name, self.tensors.setdefault(name, parts), parts, same)
 
     def require_tied(self, name: str, copy: str) -> None:
         """Note where a copy of a tied weight, if there is one, differs from it."""
@@ -130,11 +130,9 @@ class TensorParallelShards:
             return
         self._used.add(copy)
         equal = f"must equal {name}, the model has one weight for both: they differ on tensor-parallel rank {{}}"
-        self._require_replicas(copy, self.tensors[name], self.tensors[copy], equal)
+        self._require_equal(copy, self.tensors[name], self.tensors[copy], equal)
 
-    def _require_replicas(
-        self, name: str, parts: Sequence[LazyTensor], replicas: Sequence[LazyTensor], text: str
-    ) -> None:
+    def _require_equal(self, name: str, parts: Sequence[LazyTensor], replicas: Sequence[LazyTensor], text: str) -> None:
         """Note replicas that differ, rank by rank; `text`: what the tensor must be, with a place for the ranks."""
         drifts = {
             str(rank): replica_drift(part.read(), replica.read())
@@ -213,7 +211,7 @@ class TensorParallelShards:
         parts = self.parts(name)
         # Each copy is compared with the first one, which is taken.
         same = "must be the same on every tensor-parallel rank, and differs between rank 0 and rank {}"
-        self._require_replicas(name, parts[:1] * len(parts), parts, same)
+        self._require_equal(name, parts[:1] * len(parts), parts, same)
         return parts[0]
 
     def split(self, name: str, sizes: Sequence[int]) -> list[LazyTensor]:

@@ -112,9 +112,8 @@ def _reason(frame: Frame) -> str:
 
 def _evaluation(event: Mapping[str, Any]) -> str:
     loss = drawing.number_text(event.get("loss"), ".4f")
-    return (
-        f"loss {loss}, perplexity {drawing.number_text(event.get('perplexity'), '.4g')} at step {event.get('step'):,}"
-    )
+    perplexity = drawing.number_text(event.get("perplexity"), ".4g")
+    return f"loss {loss}, perplexity {perplexity} at step {event.get('step'):,}"
 
 
 def _loss(frame: Frame) -> str:

@@ -177,9 +177,8 @@ def _metric_chart(
             breaks = (not_finite["first"], not_finite["last"])
             steps = units.counted(not_finite["steps"], "step")
             notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
-        curves[shown] = StepCurve(
-            report["curves"][metric.name], report["evaluations"] if metric is _LOSS else (), breaks
-        )
+        dots = report["evaluations"] if metric is _LOSS else ()
+        curves[shown] = StepCurve(report["curves"][metric.name], dots, breaks)
     has_dots = any(curve.dots for curve in curves.values())
     title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
     return chart.line_chart(

@@ -116,17 +116,6 @@ def test_what_is_needed_is_fetched_once_and_the_cache_serves_ranks_and_users_off
     assert "password" not in said
 
 
-def test_what_is_refused(user: User, site: Site) -> None:
-    """Gated and missing repositories and a hub that fails are told in formats/test_datasets_of_the_hub.py."""
-    unknown, pickled = user.texts(weights("acme/tiny", "v9"), weights("acme/tiny", "pickled"))
-    assert "checkpoint.revision (v9) must be a branch, tag or commit of acme/tiny" in unknown
-    assert "pickled (pytorch_model.bin): opening a pickle can run any code" in pickled
-    (said,) = user.texts(weights("acme/private"), HF_TOKEN="hf_expired")
-    assert "checkpoint.load (acme/private)" in said
-    assert "answers with status 401; set HF_TOKEN to a valid token" in said
-    assert "pytorch_model.bin" not in site.fetched
-
-
 def test_fault_05_licences_come_with_weights_and_tokenizers_at_a_revision(user: User, site: Site) -> None:
     licences = {"LICENSE", "LICENCE.md", "License.txt", "NOTICE", "USE_POLICY.md"}
     found = user.texts(weights("acme/tiny", "licensed"), tokenizer("acme/tiny@words"))
@@ -160,7 +149,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_look_fetches_nothing(user: User, site: Site) -> None:
+def test_a_look_fetches_nothing_and_what_is_refused(user: User, site: Site) -> None:
     """What a dry run does with a hub id."""
     found = user.call(LOOK, ["acme/tiny", "acme/tiny@none", "acme/tiny@half", "acme/private"])
     texts = ["hub", "must be a branch, tag", "must hold a tokenizer", "no such repository"]
@@ -171,6 +160,14 @@ def test_a_look_fetches_nothing(user: User, site: Site) -> None:
     site.requests.clear()
     assert user.call(LOOK, ["acme/tiny", "acme/other"], HF_HUB_OFFLINE="1") == ["cache", "unknown"]
     assert site.requests == []
+    # Gated and missing repositories and a hub that fails are told in formats/test_datasets_of_the_hub.py.
+    unknown, pickled = user.texts(weights("acme/tiny", "v9"), weights("acme/tiny", "pickled"))
+    assert "checkpoint.revision (v9) must be a branch, tag or commit of acme/tiny" in unknown
+    assert "pickled (pytorch_model.bin): opening a pickle can run any code" in pickled
+    (said,) = user.texts(weights("acme/private"), HF_TOKEN="hf_expired")
+    assert "checkpoint.load (acme/private)" in said
+    assert "answers with status 401; set HF_TOKEN to a valid token" in said
+    assert "pytorch_model.bin" not in site.fetched
 
 
 def test_a_full_disk_is_told_and_files_are_known_by_their_hashes(

@@ -55,7 +55,7 @@ def test_values_that_no_file_holds_are_refused(override: str, told: str) -> None
     assert problem(override).startswith(told)
 
 
-def test_fault_20_variables_and_options_that_make_another_job_are_refused() -> None:
+def test_fault_20_what_no_job_and_no_stream_takes_and_all_mistakes_at_once() -> None:
     for name in ("1", "ä", "A-B", '"A\\nB"', "A=B", '""'):
         assert "must be a variable's name with a text or a number" in problem(f"launch.environment={{{name}: a}}")
     assert problems("launch.environment={UID: 1, HOME: /a, BASHOPTS: a}") == [
@@ -70,9 +70,6 @@ def test_fault_20_variables_and_options_that_make_another_job_are_refused() -> N
         assert told in problem(f"launch.sbatch=['{option}']")
     options = ("--exclude=n1", "--nodelist=n[1-2]", "--mem=3G", "--time-min=3", "--no-kill", "--wait-all-nodes=1")
     assert load_config("llama2-tiny", [f"launch.sbatch=[{', '.join(map(repr, options))}]"]).launch.sbatch == options
-
-
-def test_what_cannot_be_streamed_and_all_mistakes_at_once() -> None:
     streaming = ("data.streaming=true", "data.tokenizer=t")
     assert problem(*streaming) == "data.streaming (true) must be false with data.dataset (tiny), which is small"
     for named in ("data.path=wiki data.format=megatron", "data.path=shards data.format=hdf5", "data.blend=[1,wiki]"):

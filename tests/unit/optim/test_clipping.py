@@ -76,13 +76,21 @@ def test_clips_by_hand_as_torch_does_and_not_a_second_time(norms: list[float]) -
     assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
-def test_a_norm_that_is_not_finite_is_an_error_where_asked() -> None:
+def test_a_norm_that_is_not_finite_is_nan_and_an_error_where_asked() -> None:
     model = make()
     optimizer = sharded(model, torch.optim.SGD)
     (model(batch(0)) * float("inf")).backward()
     assert not optimizer.clip_grad_norm_(1.0).isfinite()
     with pytest.raises(RuntimeError, match=r"the gradient norm \((inf|nan)\) of the whole model must be finite"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    for bad in [math.nan, math.inf, 1e160]:
+        total = exact_sum(torch.tensor([1.0, bad * bad, 2.0], dtype=torch.float64))
+        assert total == NOT_A_NUMBER
+        assert joined([5, total, 7]) == NOT_A_NUMBER
+        # It is enough that one rank has it, and another norm is not concerned.
+        found = norms(limbs([total, 0], CPU) + limbs([1 << 320, 1 << 320], CPU), 1)
+        assert math.isnan(found[0])
+        assert found[1] == 1.0
 
 
 def clip(model: Net) -> None:
@@ -181,17 +189,6 @@ def test_neither_order_nor_splits_change_a_sum(values: list[float], generator: R
     assert joined(exact_sum(part) for part in squares(other).split(size)) == whole
     # Nothing is rounded.
     assert whole * UNIT == sum(Fraction(value) ** 2 for value in values)
-
-
-def test_what_is_not_finite_makes_the_norm_nan() -> None:
-    for bad in [math.nan, math.inf, 1e160]:
-        total = exact_sum(torch.tensor([1.0, bad * bad, 2.0], dtype=torch.float64))
-        assert total == NOT_A_NUMBER
-        assert joined([5, total, 7]) == NOT_A_NUMBER
-        # It is enough that one rank has it, and another norm is not concerned.
-        found = norms(limbs([total, 0], CPU) + limbs([1 << 320, 1 << 320], CPU), 1)
-        assert math.isnan(found[0])
-        assert found[1] == 1.0
 
 
 @given(st.lists(st.integers(0, 2**600), min_size=1, max_size=4), st.integers(1, 2000))

@@ -183,6 +183,8 @@ def test_compiled_rounding_has_equal_bits(name: str, options: dict[str, Any], mo
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # by torch itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_compilers_code_has_the_bits_of_the_eager_rounding() -> None:
     generator = torch.Generator().manual_seed(0)
     for elements in (5000, 33):

@@ -60,7 +60,7 @@ def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(run_graphs.RunGraphs, "_unpack", full)
     monkeypatch.setattr(run_graphs, "planned_graphs", lambda *_: ())
-    monkeypatch.setattr(run_graphs, "raise_on_all_ranks", raise_problems)
+    monkeypatch.setattr(run_graphs.collectives, "raise_on_all_ranks", raise_problems)
     alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
     arguments: Any = (make_config(), None, alone, None, print)
     text = r"the folder for temporary files \(.*\) cannot be written: No space left on device; set TMPDIR to a folder"

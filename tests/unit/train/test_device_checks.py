@@ -118,6 +118,8 @@ def test_memory_of_allocators_hosts_and_other_ranks(accelerator: torch.device, m
     with pytest.raises(ConfigError, match=r"^the optimizer state of the 2 ranks on this machine \(.*\), which"):
         require_device(offloaded, Layout(2), 0, accelerator)
     assert require_device(config(), Layout(2), 0, accelerator) is None
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr("shardwise.train.device_checks.available_memory", lambda: GIB)
     chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
     with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
         require_device(chosen, Layout(2, tensor=2, sequence_parallel=True), 0, accelerator)

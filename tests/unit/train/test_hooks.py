@@ -113,6 +113,15 @@ def test_options_changes_and_the_page_of_hooks(tmp_path: Path) -> None:
     within(*command.split(), "--dry-run", at=tmp_path).succeeded()
 
 
+def test_an_optimizer_whose_state_no_checkpoint_holds_is_refused() -> None:
+    config = make_config(hooks={"optimizer": f"{HERE}:NestedState"})
+    told = (
+        r"hooks\.optimizer \(tests\.own_hooks:NestedState\) must keep .* and means \(dict\) would be lost when the run"
+    )
+    with pytest.raises(ConfigError, match=told):
+        user_optimizer(config.hooks, config.optimizer)
+
+
 def reader_config(name: str, **train: Any) -> Any:
     return make_config(hooks={"data": f"{HERE}:{name}"}, train=train)
 

@@ -23,7 +23,7 @@ from shardwise.data.samples.causal import TokenBatches
 from shardwise.distributed.mesh import Mesh
 from shardwise.train import rank_agreement, start
 from shardwise.train.checkpoint_saving import CheckpointSaver
-from shardwise.train.run import _explained, _report_weights, _with_one_batch, run
+from shardwise.train.run import _explained, _report_weights, run
 from shardwise.train.step_record import Progress
 from tests.dist.training import make_config
 
@@ -170,10 +170,13 @@ def test_fault_07_a_run_says_what_it_changes_beside_loaded_weights(tmp_path: Pat
 def test_all_ranks_have_the_batch_of_rank_0_and_give_up_after_the_keys_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On another machine than the run's folder, a resumed run's number is not known."""
     monkeypatch.setattr("shardwise.distributed.collectives.broadcast_object", lambda value, group: 12)
-    mesh = Mesh(device="cpu")
-    named = load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"])
-    assert _with_one_batch(named, mesh).train.global_batch == 12
-    assert _with_one_batch(load_config("llama2-tiny"), mesh).train.global_batch == 8
+    compared = mock.Mock(side_effect=InterruptedError)
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.train.run.require_same_on_ranks", compared)
+        for words, batch in ((["train.global_batch=4 per 1 ranks"], 12), ([], 8)):
+            with pytest.raises(InterruptedError):
+                run(load_config("llama2-tiny", words), None, "tiny")
+            assert compared.call_args.args[0]["train"]["global_batch"] == batch
     join = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.distributed.devices.local_device", lambda: torch.device("cpu"))

@@ -215,7 +215,7 @@ _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 def conversion_hint(shown: str, names: Collection[str]) -> str | None:
-    """What a folder without readable weights is: its program, and how it becomes a model's folder; or None."""
+    """What a folder without readable weights is: its program, how it becomes a model's folder; or None."""
     for patterns, (kind, way) in _RECORDS.items():
         if all(names_like(names, pattern) for pattern in patterns):
             place = PurePath(shown)
