@@ -38,7 +38,7 @@ def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, cli: Comma
     assert said.startswith("shardwise: compile.enabled (true) needs a C++ compiler on a CPU, and there is no no-such-")
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, cli: CommandLine) -> None:
+def test_the_cache_is_shown_shipped_and_emptied_and_must_be_writable(tmp_path: Path, cli: CommandLine) -> None:
     (tmp_path / "file").touch()
     cli("compile", "--import", "x", "--cache-dir", "file/below", code=2)
     GraphCache(tmp_path / "here").store(FACTS, tmp_path, [])
@@ -47,9 +47,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, cli: Command
         captured = cli("compile", *arguments, "--cache-dir", "file/below", code=2)
         assert "compile.cache_dir (file/below) cannot be written" in captured.err
         assert "compiled in" not in captured.out, "it is told after all the work"
-
-
-def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, cli: CommandLine) -> None:
     GraphCache(tmp_path / "cache/compile").store(FACTS, tmp_path, [])
     out = cli("compile", "--list", "--export", "all").out
     assert "block (training)  TP 4    1 × 2,048    cpu, AVX2, 2 threads  2.12.0" in out

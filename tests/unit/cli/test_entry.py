@@ -1,6 +1,8 @@
 """The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
 
 import io
+import json
+import os
 import re
 import subprocess
 import sys
@@ -32,23 +34,17 @@ def test_fault_19_a_command_ended_by_user_code_has_failed(monkeypatch: pytest.Mo
     assert cli("recipes", code=1).err.startswith(told)
 
 
-def test_version(cli: CommandLine) -> None:
+def test_the_version_and_mistakes_are_told_once(cli: CommandLine) -> None:
     assert cli("--version").out == f"shardwise {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+    for arguments, text in (
         (["plan", "quickstart", "--device=--"], "argument --device: expected one argument"),
         (["ls", 300 * "x"], f"the path {300 * 'x'} cannot be used: File name too long"),
         (["data", "inspect", "~no-such-user/x"], "(~no-such-user/x) does not exist"),
-    ],
-)
-def test_a_mistake_is_told_once_and_exits_2(arguments: list[str], text: str, cli: CommandLine) -> None:
-    captured = cli(*arguments, code=2)
-    assert captured.out == ""
-    assert captured.err.startswith("shardwise: ")
-    assert captured.err.count(text) == 1
+    ):
+        captured = cli(*arguments, code=2)
+        assert captured.out == ""
+        assert captured.err.startswith("shardwise: ")
+        assert captured.err.count(text) == 1
 
 
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
@@ -142,17 +138,63 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prose_is_fitted_to_a_terminal_and_commands_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "word " * 40
     assert fit_to_terminal(text, io.StringIO()) == text
     monkeypatch.setenv("COLUMNS", "80")
     assert all(len(line) <= 80 for line in fit_to_terminal(text, Terminal()).splitlines())
-
-
-def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --nproc 2"
     assert fit_to_terminal(f"resume: {command}", Terminal()) == f"resume: {command}"
+
+
+COUNTED = """
+import cProfile, json, pstats, sys
+from io import StringIO
+profile = cProfile.Profile()
+profile.enable()
+from shardwise.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+finally:
+    profile.disable()
+    counts = [pstats.Stats(profile, stream=StringIO()).total_calls, sorted(sys.modules)]
+    sys.stderr.write(json.dumps(counts))
+"""
+MOST_CALLS = {"--help": 26_000, "train quickstart --dry-run": 405_000}
+"""Of functions, compiled before; with Python 3.11 there are a few thousand fewer."""
+OF_NEWER_PYTHONS = 14_000
+"""From Python 3.14 on argparse also asks for the colours of a terminal."""
+SLOW = ("torch", "numpy", "tokenizers", "safetensors", "fsspec", "transformers", "rich", "multiprocessing", "asyncio")
+
+
+def run(command: list[str], at: Path) -> str:
+    """What a Python program writes to standard error; all of them share their bytecode in this folder."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables["PYTHONPYCACHEPREFIX"] = str(at / "bytecode")
+    program = [sys.executable, *command]
+    return subprocess.run(program, env=variables, capture_output=True, text=True, timeout=120, check=True).stderr
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script, and with bytecode, which the first command after an installation writes."""
+    folder = tmp_path_factory.mktemp("start")
+    (folder / "start.py").write_text(COUNTED)
+    for command in MOST_CALLS:
+        run(["-m", "shardwise", *command.split()], folder)
+    return folder
+
+
+@pytest.mark.parametrize("arguments", ["--help", "train quickstart --dry-run"])
+def test_a_command_starts_with_little(arguments: str, at: Path) -> None:
+    calls, modules = json.loads(run([str(at / "start.py"), *arguments.split()], at))
+    packages = {name.partition(".")[0] for name in modules}
+    most = MOST_CALLS[arguments] + (OF_NEWER_PYTHONS if sys.version_info >= (3, 14) else 0)
+    assert calls <= most, f"{calls:,} calls of functions"
+    assert not packages & set(SLOW), "what takes long is imported"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Each command that may take long shows how far it is: on a terminal, and in a log. Standard output stays as it is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

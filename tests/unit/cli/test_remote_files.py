@@ -1,9 +1,10 @@
-"""Files come whole, once, and as their server has them, whatever happens on the way."""
+"""Files come whole and once, whatever happens on the way; and places that do not answer or hold something else."""
 
 import hashlib
 import json
 import multiprocessing
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.storage import root as reach
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli.data.remote_files import FetchedFile, fetch_remote_file, find_remote_files
 from tests.command_line import CommandLine
 from tests.loopback_files import Server, serve
+from tests.stored import write_checkpoint
 
 CONTENT = np.random.default_rng(0).bytes(5_000_000)
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -59,7 +63,7 @@ def test_a_transfer_that_breaks_off_leaves_nothing(failure: str, server: Server,
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
 
 
-def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
+def test_the_digest_is_checked_and_another_file_is_kept(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "data.bin"
     with pytest.raises(ConfigError) as caught:
         get(server.url, target, "0" * 64)
@@ -68,9 +72,6 @@ def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
         "changed on its way"
     ]
     assert [path.name for path in tmp_path.iterdir()] == [".data.bin.lock"], "what is wrong is kept"
-
-
-def test_another_file_is_not_overwritten(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "data.bin"
     target.write_text("mine")
     with pytest.raises(ConfigError, match=r"data.bin is there, and its size .* replace it by --force"):
@@ -131,9 +132,8 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
 def test_no_key_of_an_object_store_leads_out_of_the_folder(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["a.txt", "sub/", "../../x.txt", "/abs/path.txt", "b/..", "c\0.txt"]
     infos = {f"bucket/data/{key}": {"type": "file", "size": 0 if key[-1] == "/" else 2} for key in keys}
-    store = SimpleNamespace(
-        info=lambda _: {"type": "directory"}, find=lambda *_, **__: infos, glob=lambda *_, **__: infos
-    )
+    found = lambda *_, **__: infos  # noqa: E731
+    store = SimpleNamespace(info=lambda _: {"type": "directory"}, find=found, glob=found)
     root = Root("bucket/data" + pattern.removeprefix("s3://bucket/data"), pattern, "s3", store)
     monkeypatch.setattr(Root, "of", staticmethod(lambda url, anonymous: root))
     with pytest.raises(ConfigError) as caught:
@@ -199,7 +199,7 @@ def test_processes_at_once_make_one_download_of_a_removed_file(server: Server, t
     assert target.read_bytes() == CONTENT
 
 
-def test_a_checksum_is_of_one_file(tmp_path: Path, cli: CommandLine) -> None:
+def test_inputs_of_one_file(tmp_path: Path, cli: CommandLine) -> None:
     Root.of("memory://two/a.txt").write(b"a")
     Root.of("memory://two/b.txt").write(b"b")
     for given, text in (
@@ -208,9 +208,41 @@ def test_a_checksum_is_of_one_file(tmp_path: Path, cli: CommandLine) -> None:
     ):
         assert text in cli.refused("data", "fetch", "memory://two/", tmp_path / "there", "--sha256", given)
     assert not (tmp_path / "there").exists()
-
-
-def test_raw_tokens_are_one_file(tmp_path: Path, cli: CommandLine) -> None:
     given = ["--format", "megatron", "--token-dtype", "uint16", "--eod-token", "0"]
     said = cli.refused("data", "prepare", tmp_path, tmp_path / "made", *given)
     assert f"INPUT ({tmp_path}) must be a file of raw tokens" in said
+
+
+URL = "memory://far/run"
+
+
+def test_a_silent_place_is_given_up(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    monkeypatch.setattr(reach, "PATIENCE_SECONDS", 0.01)
+    exists = Root.exists
+    monkeypatch.setattr(Root, "exists", lambda root: exists(root) if root.is_local else threading.Event().wait())
+    for words, code in (
+        (["checkpoint", "inspect", URL], 1),
+        (["checkpoint", "diff", URL, URL], 2),  # 1 is a difference
+        (["checkpoint", "export", URL, "out"], 1),
+        (["evaluate", URL], 1),
+        (["generate", URL, "--prompt", "a"], 1),
+    ):
+        assert cli(*words, code=code).err == f"shardwise: {URL} cannot be reached: no answer within 0 s\n"
+
+
+def test_a_path_that_may_not_be_entered_is_wrong_input(own_folder: Path, cli: CommandLine) -> None:
+    """A link to itself stands for all of them: the superuser may enter every folder."""
+    (own_folder / "loop").symlink_to("loop")
+    for command in ("checkpoint inspect", "checkpoint export", "data fetch", "evaluate", "stop"):
+        target = ["out"] if command in ("checkpoint export", "data fetch") else []
+        assert "loop" in cli.refused(*command.split(), "loop", *target), command
+
+
+def test_one_checkpoint_is_not_pruned_and_none_is_not_verified(tmp_path: Path, cli: CommandLine) -> None:
+    folder = write_checkpoint(tmp_path)
+    said = cli.refused("checkpoint", "prune", folder, "--keep", "1")
+    assert f"RUN ({folder}) must be a run's folder or a folder of checkpoints: it is one checkpoint" in said
+    assert folder.exists()
+    (folder / MANIFEST).local().unlink()
+    said = cli.refused("checkpoint", "verify", tmp_path)
+    assert f"{tmp_path} must hold a checkpoint that was completed: there is none" in said

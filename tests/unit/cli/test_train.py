@@ -77,15 +77,9 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, cli: CommandLine) 
     assert rows["communication"].startswith(units.size(sum(wire_bytes(step_transfers(config, layout)).values())))
     assert config_from_sections(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
-
-
-def test_a_dry_run_shows_every_key_on_request(cli: CommandLine) -> None:
     text = dry(cli, "--full").out
     assert parse_yaml(text, "dry run") == load_config("llama2-tiny").recorded()
     assert "--full must go with --dry-run" in cli.refused("train", "llama2-tiny", "--full")
-
-
-def test_a_dry_run_refuses_a_folder_that_a_run_could_not_make(tmp_path: Path, cli: CommandLine) -> None:
     (tmp_path / "file").touch()
     run = tmp_path / "file/run"
     said = dry(cli, "--run-dir", run, code=2).err
@@ -94,15 +88,12 @@ def test_a_dry_run_refuses_a_folder_that_a_run_could_not_make(tmp_path: Path, cl
     assert not (tmp_path / "new").exists()
 
 
-def test_a_dry_run_tells_of_products_in_fp8_and_of_devices_without_them(cli: CommandLine) -> None:
+def test_a_dry_run_tells_what_devices_lack(cli: CommandLine, tmp_path: Path) -> None:
     keys = ("precision.matmul=fp8", "precision.mode=null")
     shown = "parameters bfloat16, products of blocks fp8, gradients float32, reduction float32, optimizer float32"
     assert shown in " ".join(dry(cli, *keys).out.replace("#", "").split())
     refused = "precision.matmul (fp8) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tflops"
     assert refused in dry(cli, *keys, "--device", "a100:1", code=2).err
-
-
-def test_a_dry_run_for_trainium_warns_of_a_pipeline(cli: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text("base: trn2\n", encoding="utf-8")
     for device in ("trn1", "trn3", f"{tmp_path}/ours.yaml", "h100"):
         said = dry(cli, "parallel.pipeline=2", "--device", f"{device}:2").out
@@ -329,10 +320,8 @@ def test_a_dry_run_tells_where_a_run_goes_on_and_what_changes(cli: CommandLine, 
 @pytest.mark.parametrize("machine", [("nvidia", 1)])
 def test_a_finished_run_says_so(started: list[Launch], cli: CommandLine) -> None:
     stored("old", "llama2-tiny", steps=20)
-    told = (
-        "the run in old is finished: 20 of 20 steps, results in old/results.json; to continue it, raise train.steps\n"
-    )
-    assert cli("train", "llama2-tiny", "--run-dir", "old") == (told, "")
+    told = "the run in old is finished: 20 of 20 steps, results in old/results.json; to continue it, raise train.steps"
+    assert cli("train", "llama2-tiny", "--run-dir", "old") == (f"{told}\n", "")
     assert not started
 
 

@@ -70,7 +70,7 @@ def test_a_command_line_that_names_nothing_prints_help(arguments: list[str], cli
     assert said.out.startswith("usage: shardwise")
 
 
-def test_each_name_of_another_library_leads_to_a_key_or_an_option() -> None:
+def test_names_of_other_libraries_lead_to_keys_and_options() -> None:
     keys = {*known_paths()}
     targets = {target for targets in OTHER_NAMES.values() for target in targets}
     assert {target.partition("=")[0] for target in targets if not target.startswith("--")} <= {*keys, "model.config"}
@@ -80,15 +80,14 @@ def test_each_name_of_another_library_leads_to_a_key_or_an_option() -> None:
     assert not set(OTHER_NAMES) & set(WITHOUT_KEY)
     assert not {*OTHER_NAMES, *SECTIONS} & {key for key in keys if "." in key}, "a key is no name of another library"
     assert set(COMMANDS.values()) > {"train", "checkpoint import", "--help"}
-
-
-def test_a_suggestion_is_a_key_or_an_option_that_the_command_has() -> None:
     assert suggestions("batch_size", ["train.micro_batch"]) == ["train.micro_batch"]
     assert suggestions("batch_size", ["data.path"]) == []
     assert suggestions("--batch-size", [], ["--json"]) == []
     assert suggestions("--JSON", [], ["--json"]) == ["--json"]
     assert suggestions("output_dir", [], ["--run-dir"]) == ["--run-dir"]
     assert suggestions("output_dir", [], ["--json"]) == []
+    assert len(ROWS) == 202
+    assert len({program for program, _, _ in ROWS}) == 11
 
 
 RECORD = Path(__file__).parent / "other_flags.txt"
@@ -114,8 +113,3 @@ def test_each_flag_is_answered_rightly(program: str, cli: CommandLine) -> None:
             assert rest == left_out, (flag, rest)
         else:
             assert rest == [f"corrected: shardwise train llama2-tiny {answer}"], (flag, first)
-
-
-def test_the_record_has_every_program() -> None:
-    assert len(ROWS) == 202
-    assert len({program for program, _, _ in ROWS}) == 11

@@ -47,9 +47,8 @@ def test_what_tasks_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert refusal(["choice"], tmp_path) == told
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
+def test_what_no_model_here_has(tmp_path: Path) -> None:
+    for line, problem in (
         (
             'generation_kwargs: {until: ["e"], num_beams: 4, temperature: 1, min_p: 0.1, max_gen_toks: 9}',
             "generation_kwargs of evaluation.tasks (writing) must be until, max_gen_toks, do_sample, temperature, "
@@ -60,11 +59,9 @@ def test_what_tasks_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             "max_gen_toks of evaluation.tasks (writing, 512) must be less than the tokens that the model reads (64)",
         ),
         ("unsafe_code: true", "evaluation.tasks (writing) must not run code that a model writes, and this task does"),
-    ],
-)
-def test_what_no_model_here_has(line: str, problem: str, tmp_path: Path) -> None:
-    folder = write_tasks(tmp_path / "tasks")
-    file = folder / "writing.yaml"
-    kept = [text for text in file.read_text().splitlines() if text.partition(":")[0] != line.partition(":")[0]]
-    file.write_text("\n".join([*kept, line]))
-    assert refusal(["writing"], folder) == problem
+    ):
+        folder = write_tasks(tmp_path / "tasks")
+        file = folder / "writing.yaml"
+        kept = [text for text in file.read_text().splitlines() if text.partition(":")[0] != line.partition(":")[0]]
+        file.write_text("\n".join([*kept, line]))
+        assert refusal(["writing"], folder) == problem

@@ -1,4 +1,4 @@
-"""What a dry run finds of data and tokenizer: the words of `prepare` where it would refuse them, and nothing built."""
+"""What a dry run finds of data and tokenizer, in the words of `prepare`, and what an inspection tells of them."""
 
 import gzip
 import sys
@@ -6,19 +6,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.formats import streamed_text as stream_data
-from shardwise.data.formats.data_format import DataFormat, Inspection
+from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
+from shardwise.data.formats.inspections import evenly_spread
 from shardwise.data.formats.prepared_data import random_tokens
 from shardwise.data.open_data import FORMATS, data_format_of, prepare_data
 from shardwise.data.preview import DataPreview, inspect_data, preview_data
-from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.reading.text_sources import open_text_source
 from shardwise.data.request import DataRequest
 from tests.unit.data import hdf5_shards
+from tests.unit.data.prepare.jobs import Folder
 from tests.unit.data.small_runs import config, fill, saved_tokenizer
 
 
@@ -54,33 +60,18 @@ def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> DataPrevi
     return preview_data(config(vocab_size, family=family, steps=2, **data))
 
 
-GOOD: dict[str, tuple[dict[str, Any], str]] = {
-    "a file of which the end is wrong": (
-        {"path": "one.jsonl"},
-        "one.jsonl: 1 file, 26 B, read as JSON lines, prepared when the run starts",
-    ),
-    "a folder": (
-        {"path": "texts"},
-        "texts: 2 files, 15 B, read as plain text (a.txt) and JSON lines (b.jsonl), prepared",
-    ),
-    "a stream": (
-        {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
-        "2 files, 15 B, read as plain text (a.txt) and JSON lines (b.jsonl), read during training",
-    ),
-    "Megatron's": ({"path": "tokens"}, "tokens: 1 sequence in Megatron's format, as the headers of .idx files say"),
-    "a blend": ({"blend": [1, "tokens", 2, "tokens"]}, "2 sequences in Megatron's format"),
-}
+TABLES = yaml.safe_load(Path(__file__).with_name("open_data.yaml").read_text(encoding="utf-8"))
+DESCRIBED, HELD_OUT, REFUSED = TABLES.values()
 
 
-@pytest.mark.parametrize("kind", GOOD)
-def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
-    data, text = GOOD[kind]
+@pytest.mark.parametrize(("data", "text"), DESCRIBED)
+def test_what_can_be_read_is_described(data: dict[str, Any], text: str, at: Path) -> None:
     before = sorted(at.rglob("*"))
     found = look(**data)
     assert found.problems == []
     (name, shown), *others = found.rows
-    # Its tokenizer has 257 tokens for 300 rows.
-    warned = ["warning"] if kind == "a stream" else []
+    # The tokenizer of a stream has 257 tokens for 300 rows.
+    warned = ["warning"] if "streaming" in data else []
     assert [name, *(other for other, _ in others)] == ["data", "tokenizer", *warned, "held out"]
     assert text in shown
     assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
@@ -111,29 +102,14 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     assert "warning" not in [name for name, _ in look(mixture={"a": {"weight": 1, **data}}).rows]
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        ({"path": "texts"}, "5% of the data; the run evaluates nothing"),
-        (
-            {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
-            "5% of the first 10,000 documents; the run evaluates nothing",
-        ),
-        ({"dataset": "wikitext", "split": "train,validation"}, "the split validation; the run evaluates nothing"),
-        ({"path": "texts", "split": "1,0"}, "nothing (data.split=1,0): `shardwise evaluate` needs a text of its own"),
-        (
-            {"mixture": {"a": {"weight": 1, "path": "texts"}}},
-            "a share of each source, as its split says; the run evaluates nothing",
-        ),
-    ],
-)
-def test_a_held_out_part_has_a_row(data: dict[str, Any], text: str, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_out_part_has_a_row(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "find_on_hub", lambda wanted: "hub")
-    (row,) = [row for name, row in look(**data).rows if name == "held out"]
-    assert row.startswith(text)
-    evaluating = config(eval_every=1, steps=2, **data)
-    reads = "an evaluation of the run reads its first 16 sequences at most" in evaluating.held_out_text
-    assert reads is not text.startswith("nothing")
+    for data, text in HELD_OUT:
+        (row,) = [row for name, row in look(**data).rows if name == "held out"]
+        assert row.startswith(text)
+        evaluating = config(eval_every=1, steps=2, **data)
+        reads = "an evaluation of the run reads its first 16 sequences at most" in evaluating.held_out_text
+        assert reads is not text.startswith("nothing")
 
 
 @pytest.mark.parametrize("found", ["hub", "unknown", ConfigError("no such repository")])
@@ -153,41 +129,20 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
         assert seen.rows[:2] == [("data", f"wikitext: {said}"), ("tokenizer", f"gpt2: {said}")]
 
 
-def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
-    """The numbers of a dry run are of use before there are data."""
+def test_what_cannot_be_read_is_refused_in_the_words_of_the_run(at: Path) -> None:
+    for data, text in REFUSED:
+        (problem,) = look(**data).problems
+        assert text in problem
+    # The numbers of a dry run are of use before there are data.
     assert look() == DataPreview([("data", "none is named: a run needs data.path, data.blend or data.dataset")], [])
     assert look(tokenizer="tokenizer").rows[1][1] == "tokenizer: 257 tokens, of model.vocab_size (300)"
     (problem,) = look(tokenizer="./nowhere").problems
     assert problem.startswith("data.tokenizer (./nowhere) must be a tokenizer's file or folder: there is none")
-    with pytest.raises(
-        ConfigError, match=r"data\.path, data\.blend or data\.dataset must name the data; for a trial: "
-    ):
+    with pytest.raises(ConfigError, match=r"data\.path, data\.blend or data\.dataset must name the data; for a trial"):
         prepare_data(config(), at)
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no data": ({"path": "nowhere"}, "data.path (nowhere) does not exist"),
-    "an empty file": ({"path": "empty.txt"}, "empty.txt holds no text"),
-    "an index that is cut off": ({"path": "cut"}, "cut.idx: its size (54 bytes) must be 62"),
-    "a saved data set without its table": ({"path": "saved"}, "data.arrow cannot be read"),
-    "no hub id": ({"dataset": "owner/na--me"}, "a hub id reads owner/name"),
-    "no tokenizer": (
-        {"tokenizer": "nowhere.json"},
-        "data.tokenizer (nowhere.json) must be a tokenizer's file or folder",
-    ),
-    "a folder without one": ({"tokenizer": "texts"}, "the folder texts must hold a tokenizer"),
-    "a split that holds nothing out": ({"path": "texts", "split": "8,1,1"}, "data.split (8,1,1) must be two weights"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_what_cannot_be_read_is_refused_in_the_words_of_the_run(kind: str, at: Path) -> None:
-    data, text = BAD[kind]
-    (problem,) = look(**data).problems
-    assert text in problem
-
-
-def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
+def test_a_vocabulary_that_does_not_fit_the_model(at: Path) -> None:
     (problem,) = look(vocab_size=200, path="texts", tokenizer="tokenizer").problems
     assert problem == (
         "the vocabulary of data.tokenizer tokenizer (257) must be at most model.vocab_size (200): set "
@@ -198,16 +153,12 @@ def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
     row = look(path="texts", tokenizer="tokenizer").rows[1]
     assert row == ("tokenizer", "tokenizer: 257 tokens, of model.vocab_size (300)")
     assert len(look(path="nowhere", tokenizer="nowhere.json").problems) == 2, "all is reported at once"
-
-
-@pytest.mark.parametrize(("rows", "share"), [(285, None), (600, "57%")])
-def test_rows_that_no_token_uses_are_told(rows: int, share: str | None, at: Path) -> None:
-    told = [text for name, text in look(vocab_size=rows, path="texts", tokenizer="tokenizer").rows if name == "warning"]
-    unused = [text for text in told if "model.vocab_size" in text]
-    assert len(unused) == (share is not None)
-    for text in unused:
-        assert text.startswith(f"the tokenizer has 257 tokens, so that {share} of the rows of")
-        assert "set model.vocab_size=257, whose" in text
+    for rows, share in ((285, None), (600, "57%")):
+        told = [text for _, text in look(vocab_size=rows, path="texts", tokenizer="tokenizer").rows]
+        unused = [text for text in told if text.startswith("the tokenizer has 257 tokens, so that ")]
+        assert len(unused) == (share is not None)
+        assert all(f"so that {share} of the rows of" in text for text in unused)
+        assert all("set model.vocab_size=257, whose" in text for text in unused)
 
 
 def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None:
@@ -258,3 +209,64 @@ def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.M
     assert inspect_data("some.probe", 1, {}).format == "probe"
     (problem,) = look(path="some.probe", streaming=True, tokenizer="tokenizer").problems
     assert problem.endswith("whose tokens are read where they lie")
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=50))
+def test_each_length_is_in_one_bin(values: list[int]) -> None:
+    found = LengthStatistics.of("tokens", np.array(values), len(values))
+    assert (found.least, found.most) == (min(values), max(values))
+    assert sum(number for _, _, number in found.bins) == len(values)
+    for low, high, number in found.bins:
+        assert low <= high
+        assert number == sum(low <= value <= high for value in values)
+    assert [low for low, _, _ in found.bins[1:]] == [high + 1 for _, high, _ in found.bins[:-1]]
+    assert len(found.bins) <= 22
+    assert (evenly_spread(3, 10).tolist(), evenly_spread(1000, 4).tolist()) == ([0, 1, 2], [0, 333, 666, 999])
+
+
+def looked(path: Path, tokenizer: Path | None = None, packed_length: int | None = None) -> Inspection:
+    return inspect_data(str(path), 2, {"tokenizer": None if tokenizer is None else str(tokenizer)}, packed_length)
+
+
+def test_packed_samples_are_shown_in_place_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder.fill(tmp_path)
+    folder.run(folder.job("out"))
+    lengths = IndexedFile.open(tmp_path / "out").sizes - 1
+    length = int(lengths.max())
+    found = looked(tmp_path / "out", packed_length=length)
+    facts = found.counts["packing"]
+    assert (facts["targets"], facts["cut"]) == (lengths.sum(), 0)
+    assert facts["places"] == length * facts["samples"] >= lengths.sum()
+    row = dict(found.rows)["samples"]
+    assert row.startswith("packed by best fit: ")
+    assert "looked at" not in row
+    for sample in found.samples:
+        shown = [piece.partition(" ") for piece in str(sample.text).split(" ‖ ")]
+        assert sum(int(size) for size, _, _ in shown) == length
+        for _, _, text_of_piece in shown:
+            if "of padding" not in text_of_piece:
+                beginning = text_of_piece.partition(": ")[2][:20]
+                assert any(document.startswith(beginning) for document in folder.documents)
+    of_text = looked(tmp_path / "text.jsonl", tmp_path / "tokenizer", length)
+    assert of_text.counts["packing"] == facts, "text and the tokens made of it"
+    monkeypatch.setattr("shardwise.data.formats.text._ENCODED_CHARACTERS", 1)
+    row = dict(looked(tmp_path / "text.jsonl", tmp_path / "tokenizer", length).rows)["samples"]
+    assert row.endswith("; looked at: the first 1 document")
+    with pytest.raises(DataError, match=r"is text, whose samples need data\.tokenizer"):
+        looked(tmp_path / "text.jsonl", packed_length=8)
+    with pytest.raises(DataError, match="--sequence-length must be left out with PATH"):
+        inspect_data(str(tmp_path / "text.jsonl"), 1, {"format": "chat"}, 8)
+
+
+def test_samples_are_text_where_a_tokenizer_is_at_hand(tmp_path: Path) -> None:
+    folder = Folder.fill(tmp_path)
+    folder.run(folder.job("out"))
+    found = looked(tmp_path / "out")
+    assert folder.documents[0].startswith(str(found.samples[0].text)[:40])
+    assert not found.notes
+    (tmp_path / "tokenizer").rename(tmp_path / "moved")
+    found = looked(tmp_path / "out")
+    assert found.samples[0].text is None
+    assert "is not here, name it by --tokenizer" in found.notes[0]
+    assert looked(tmp_path / "out", tmp_path / "moved").samples[0].text is not None

@@ -35,9 +35,8 @@ def watched(
 ) -> AttemptOutcome:
     """The outcome of an attempt on two nodes of two ranks."""
     heard: list[str] = []
-    watch = AttemptWatch(
-        "127.0.0.1", 2, 2, tmp_path, **{"id": "7.0.0", "silence": 60.0, "heard": heard.append, **options}
-    )
+    options = {"id": "7.0.0", "silence": 60.0, "heard": heard.append, **options}
+    watch = AttemptWatch("127.0.0.1", 2, 2, tmp_path, **options)
     threads: list[threading.Thread] = []
 
     def start(attempt: LauncherFacts) -> tuple[str, ...]:
@@ -65,37 +64,31 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [record.getMessage() for record in errors]
 
 
-def test_launchers_that_end_well_end_the_attempt(tmp_path: Path) -> None:
+def test_launchers_end_well_or_are_named_with_their_log(tmp_path: Path) -> None:
     outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=0))
     assert (outcome.failure, outcome.lost, outcome.stopped) == (None, (), None)
     assert outcome.until_joined is not None
     stop = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=0, stopped=["saved", None][number]))
     assert (stop.failure, stop.stopped) == (None, "saved")
-
-
-def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path: Path) -> None:
-    lost = {"rank": 0, "text": "rank 0 lost the connection to another rank", "exit_code": 1, "waited": True}
-    ends = [{"code": 1, "reported": lost}, {"code": 1, "exit_codes": {"3": -9}}]
-    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, **ends[number]))
-    killed = f"rank 3 was killed (SIGKILL; usually out of memory){see('training#killed-rank')}"
-    assert outcome.failure == Failure(3, killed, 1)
-    assert outcome.lost == ()
-
-
-def test_a_launcher_that_fails_without_a_reason_is_named_with_its_log(tmp_path: Path) -> None:
     outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=number, log=["", "text"][number]))
     assert outcome.failure == Failure(0, "a launcher failed; its log is in logs/launcher-n1.log", 1)
     assert outcome.logs == {"n1": "text"}
 
 
-def test_a_killed_agent_is_told_and_not_its_ranks(tmp_path: Path) -> None:
+def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path: Path) -> None:
+    """Of a killed rank, and of a killed agent, whose own ranks are not told of."""
     lost = {"rank": 2, "text": "rank 2 lost the connection to another rank", "exit_code": 1, "waited": True}
-    ends = [{"code": -9}, {"code": 1, "reported": lost, "exit_codes": {"2": 1, "3": 1}}]
-    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, **ends[number]))
-    assert outcome.failure == Failure(0, "the agent that starts the ranks of node n0 was killed by SIGKILL", 1)
+    killed = f"rank 3 was killed (SIGKILL; usually out of memory){see('training#killed-rank')}"
+    agent = "the agent that starts the ranks of node n0 was killed by SIGKILL"
+    first = [{"code": 1, "reported": lost | {"rank": 0}}, {"code": 1, "exit_codes": {"3": -9}}]
+    second = [{"code": -9}, {"code": 1, "reported": lost, "exit_codes": {"2": 1, "3": 1}}]
+    for ends, failure in ((first, Failure(3, killed, 1)), (second, Failure(0, agent, 1))):
+        outcome = watched(tmp_path, lambda attempt, number, ends=ends: joined(number, attempt, **ends[number]))
+        assert outcome.failure == failure
+        assert outcome.lost == ()
 
 
-def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
+def test_a_lost_node_and_one_that_cannot_prepare(tmp_path: Path) -> None:
     def launcher(attempt: LauncherFacts, number: int) -> None:
         if number == 0:
             joined(number, attempt)
@@ -107,8 +100,6 @@ def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
     assert outcome.failure == Failure(2, "node n1 (ranks 2-3) does not answer", 1)
     assert outcome.lost == ("n1",)
 
-
-def test_a_node_that_cannot_prepare_says_why_and_is_not_lost(tmp_path: Path) -> None:
     def prepare() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -125,7 +116,7 @@ def test_a_node_that_cannot_prepare_says_why_and_is_not_lost(tmp_path: Path) -> 
     assert "in prepare" in outcome.logs["n1"]
 
 
-def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(tmp_path: Path) -> None:
+def test_strangers_are_not_heard_and_absent_nodes_are_told(tmp_path: Path) -> None:
     """As one of an earlier attempt, or another program that found the port."""
 
     def launcher(attempt: LauncherFacts, number: int) -> None:
@@ -137,8 +128,6 @@ def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(tmp_path: Pat
 
     assert watched(tmp_path, launcher).failure is None
 
-
-def test_nodes_that_do_not_join_are_told(tmp_path: Path) -> None:
     def launcher(attempt: LauncherFacts, number: int) -> None:
         if number == 0:
             joined(number, attempt)
@@ -148,6 +137,4 @@ def test_nodes_that_do_not_join_are_told(tmp_path: Path) -> None:
     killed = watched(tmp_path, launcher, program=("sh", "-c", "sleep 0.5; kill -9 $$"))
     assert killed.failure.text.startswith("srun was killed by SIGKILL; of 2 nodes")
     silent = watched(tmp_path, launcher, silence=1.5)
-    assert silent.failure.text.startswith(
-        "the launchers of the nodes did not start within 2 s; of 2 nodes, the launcher"
-    )
+    assert silent.failure.text.startswith("the launchers of the nodes did not start within 2 s; of 2 nodes, the ")

@@ -39,13 +39,10 @@ def made() -> list[str]:
     return [path.name for path in Path("runs").iterdir()] if Path("runs").exists() else []
 
 
-def test_who_does_not_want_it_is_left_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_is_left_without_a_job(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr("builtins.input", lambda _question: "n")
     assert main(TWO) == 0
     assert made() == []
-
-
-def test_data_that_are_not_there_are_told_before_the_job_waits(cli: CommandLine) -> None:
     wrong = with_path("nowhere")
     assert "nowhere" in cli.refused(*wrong, "-y")
     assert made() == []
@@ -55,7 +52,7 @@ def test_data_that_are_not_there_are_told_before_the_job_waits(cli: CommandLine)
     assert re.search(r"^memory +.* on CPUs; --device h100:8 sizes it for GPUs$", out, re.M)
 
 
-def test_a_pipeline_on_chips_of_aws_is_warned_of_once(cli: CommandLine) -> None:
+def test_pipelines_on_chips_of_aws_and_resumes_are_told(cli: CommandLine) -> None:
     """Their library of April 2026 has no messages from rank to rank."""
 
     def warned(*options: str, stages: int = 2) -> int:
@@ -67,8 +64,6 @@ def test_a_pipeline_on_chips_of_aws_is_warned_of_once(cli: CommandLine) -> None:
     assert warned("--gres", "neuron:4", "--device", "trn2:16") == 1
     assert warned("--gres", "neuron:4", stages=1) == warned("--gres", "gpu:h100:8", "--device", "h100:8") == 0
 
-
-def test_what_a_failed_job_resumes_from_is_told(cli: CommandLine) -> None:
     def told(*keys: str) -> str:
         return next((line for line in dry(cli, *keys).splitlines() if line.startswith("resumes ")), "")
 
@@ -115,7 +110,7 @@ def test_files_alone_are_written_without_slurm(monkeypatch: pytest.MonkeyPatch, 
     assert "--write-only must go without --dry-run and --precompile" in said
 
 
-def test_all_problems_of_a_job_are_told_at_once(cli: CommandLine) -> None:
+def test_all_problems_and_what_does_not_fit_are_told(cli: CommandLine) -> None:
     missing = ["data.path=nowhere", "data.tokenizer=none.json", "--time", "04:00", "--dry-run"]
     other = ("launch.warning_seconds (300) must be less than launch.time (04:00, 240 s)", "data.path (nowhere)")
     for words, named in (
@@ -126,9 +121,6 @@ def test_all_problems_of_a_job_are_told_at_once(cli: CommandLine) -> None:
         out, err = cli("submit", *words.split(), *missing, code=2)
         assert out == ""
         assert [text for text in (named, *other, "data.tokenizer (none") if f"\n- {text}" not in err] == []
-
-
-def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(cli: CommandLine) -> None:
     large = ["submit", "llama2-7b", "data.dataset=python", "parallel.pipeline=1", "--nodes", "4", "--dry-run"]
     too_large = r"^warning +memory does not fit: \d+ GiB are needed beside a reserve of 6% of the device's 74\.5 GiB"
     fewer = r"^warning +launch\.gres \(gpu:4\) reserves fewer devices on a node than --device \(h100:8\) names"

@@ -29,7 +29,7 @@ from shardwise_jobs.slurm_commands import Allocation
 from shardwise_jobs.supervisor import Supervisor
 from tests.command_line import CommandLine
 from tests.monitor_runs import Start, write_run
-from tests.unit.jobs.test_restarts import CRASH
+from tests.unit.jobs.test_jobs import CRASH
 
 DONE = AttemptOutcome(None, None, (), 9, 1.0, 2.0, 0.1, {})
 KILLED = Failure(3, "rank 3 was killed by SIGKILL", 1)
@@ -286,14 +286,13 @@ def test_a_late_signal_starts_no_other_supervisor(lock: ExitStack, monkeypatch: 
             signal.signal(number, handler)
 
 
-def test_a_folder_that_stays_in_use_is_told(lock: ExitStack, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+def test_a_folder_that_stays_in_use_or_is_gone_is_told(
+    lock: ExitStack, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+) -> None:
     monkeypatch.setattr(supervise, "_LOCK_TRIES", 1)
     monkeypatch.setattr(supervise, "_LOCK_PAUSE", 0)
     with lock:
         assert "--run-dir (run) is in use by another run" in cli.refused(*COMMAND)
-
-
-def test_a_folder_that_is_gone_is_told(lock: ExitStack, cli: CommandLine) -> None:
     lock.close()
     shutil.rmtree("run")
     assert "--run-dir (run) is gone, with all that this job has trained" in cli.refused(*COMMAND)

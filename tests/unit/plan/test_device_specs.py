@@ -7,33 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import Price
+from shardwise_plan import device_specs
 from shardwise_plan.cli.wording import _PUBLISHED_ERROR
-from shardwise_plan.device_specs import (
-    FIGURES,
-    Device,
-    Reliability,
-    changed_device_text,
-    device_names,
-    load_device,
-    parse_cluster,
-)
+from shardwise_plan.device_specs import Device, Reliability, load_device, parse_cluster
 from tests.arch.source import ROOT
 
-OWN = """
-name: Our GPU
-memory_gb: 80
-memory_gb_per_second: 3350
-bfloat16_tflops: 989.5
-float32_tflops: 67
-matmul_share: 0.8
-processors: 132
-devices_per_node: 8
-node_link: {gb_per_second: 450, latency_us: 3, topology: switch}
-network: {gb_per_second: 50, latency_us: 10, topology: rail}
-"""
+OWN, FAULTS = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8")).values()
 
 
 @pytest.fixture
@@ -47,24 +30,21 @@ def load(tmp_path: Path) -> Callable[[str], Device]:
     return loaded
 
 
-@pytest.mark.parametrize("name", device_names())
+@pytest.mark.parametrize("name", device_specs.device_names())
 def test_every_figure_has_a_source(name: str) -> None:
-    figures = {key: entry for key, entry in load_device(name).figures.items() if key in FIGURES}
+    figures = {key: entry for key, entry in load_device(name).figures.items() if key in device_specs.FIGURES}
     assert all(entry["source"] for key, entry in figures.items() if key != "compared_runs")
 
 
-def test_a_file_may_have_a_price_and_a_rate_of_fp8(load: Callable[[str], Device]) -> None:
+def test_a_file_may_have_a_price_and_rates_of_fp8(load: Callable[[str], Device]) -> None:
     device = load(f"{OWN}price_per_hour: 2.50 EUR\nfailures_per_year: 0.5\nfp8_tflops: 1979\n")
     assert (device.price, device.fp8, device.watts) == (Price(2.5, "EUR"), 1979e12, None)
     assert device.reliability == Reliability(failures_per_year=0.5)
-    again = load(changed_device_text(device, {"matmul": 1.0}, "measured"))
+    again = load(device_specs.changed_device_text(device, {"matmul": 1.0}, "measured"))
     assert again.constants == (("matmul", 1.0),)
     assert replace(again, constants=()) == device
     of_chips = load(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
     assert (of_chips.price, of_chips.per_chip) == (Price(0.3351, "USD", "chip"), 4)
-
-
-def test_products_in_fp8_have_rates_of_their_own(load: Callable[[str], Device]) -> None:
     shares = "fp8_matmul_share: 0.6\nmxfp8_matmul_share: 0.5\nfp8_backward_share: 0.9\n"
     device = load(f"{OWN}fp8_tflops: 2000\n{shares}")
     reached = [device.matmul_peak("bfloat16", "fp8", block_scales=scales) * 0.8 for scales in (False, True)]
@@ -73,14 +53,22 @@ def test_products_in_fp8_have_rates_of_their_own(load: Callable[[str], Device]) 
     assert device.fp8_backward_share == 0.9
 
 
-def test_several_nodes_need_a_network(load: Callable[[str], Device], tmp_path: Path) -> None:
+def test_clusters_have_a_known_device_and_a_network(load: Callable[[str], Device], tmp_path: Path) -> None:
     alone = "\n".join(line for line in OWN.splitlines() if not line.startswith("network"))
-    assert "network" not in changed_device_text(load(alone), {}, "measured")
+    assert "network" not in device_specs.changed_device_text(load(alone), {}, "measured")
     device = str(tmp_path / "ours.yaml:8")
     assert parse_cluster(device).device.network is None
     refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: add to its device"
     with pytest.raises(ConfigError, match=refused):
         parse_cluster(device, 2)
+    nearest = r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
+    with pytest.raises(ConfigError, match=nearest):
+        parse_cluster("h10:8", 2)
+    with pytest.raises(ConfigError, match="at least one device"):
+        parse_cluster("h100:8", 0)
+    with pytest.raises(ConfigError, match="must name a device"):
+        parse_cluster("")
+    assert (parse_cluster("a100", 2).world, parse_cluster("a100:4", 2).world) == (16, 8)
 
 
 def test_a_base_gives_the_figures_that_a_file_leaves_out(load: Callable[[str], Device]) -> None:
@@ -108,46 +96,14 @@ def test_the_page_has_the_accuracy_of_a_device_and_every_key() -> None:
     for name in ("h100", "h200"):
         told = f"steps on one H200 were predicted within {math.ceil(float(measured))}%"
         assert load_device(name).accuracy == told
-    keys = [part for key in FIGURES for part in key.split(".")]
+    keys = [part for key in device_specs.FIGURES for part in key.split(".")]
     assert not [key for key in (*keys, "base", "accuracy", "price_per_hour", "type") if f"`{key}`" not in page]
 
 
-NETWORK = "network: {gb_per_second: 50, latency_us: 10, topology: rail}"
-UNKNOWN = r"ours\.yaml: base: unknown device .* devices are "
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (OWN.replace("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
-        (OWN.replace("share: 0.8", "share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
-        (OWN.replace("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
-        (OWN.replace("float32_tflops: 67", ""), "float32_tflops is missing"),
-        (OWN.replace(", latency_us: 10, topology: rail", ""), r"network\.latency_us is missing"),
-        (
-            OWN.replace(NETWORK, "network: 5"),
-            r"network \(5\) must be a mapping with gb_per_second, latency_us and topology",
-        ),
-        (f"{OWN}memory: 80\n", "memory is no figure of a device"),
-        (OWN.replace("Our GPU", "[Our GPU"), r"ours\.yaml is not valid YAML: .* \(line 3, column 10\)"),
-        (
-            f"{OWN}price_per_hour: -1\n",
-            r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'",
-        ),
-        *((f"base: {base}\n", UNKNOWN) for base in ("h10", "ours.yaml")),
-    ],
-)
-def test_impossible_figures_are_refused(text: str, message: str, load: Callable[[str], Device]) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(text)
-
-
-def test_unknown_device_names_the_nearest() -> None:
-    nearest = r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
-    with pytest.raises(ConfigError, match=nearest):
-        parse_cluster("h10:8", 2)
-    with pytest.raises(ConfigError, match="at least one device"):
-        parse_cluster("h100:8", 0)
-    with pytest.raises(ConfigError, match="must name a device"):
-        parse_cluster("")
-    assert (parse_cluster("a100", 2).world, parse_cluster("a100:4", 2).world) == (16, 8)
+def test_impossible_figures_are_refused(load: Callable[[str], Device]) -> None:
+    for old, new, message in FAULTS:
+        with pytest.raises(ConfigError, match=message):
+            load(OWN.replace(old, new))
+    for base in ("h10", "ours.yaml"):
+        with pytest.raises(ConfigError, match=r"ours\.yaml: base: unknown device .* devices are "):
+            load(f"base: {base}\n")

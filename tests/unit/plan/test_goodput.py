@@ -25,7 +25,7 @@ def without_an_interval() -> Config:
     return CONFIG.model_copy(update={"checkpoint": type(CONFIG.checkpoint)()})
 
 
-def test_without_failures_only_checkpoints_and_evaluations_take_time() -> None:
+def test_checkpoints_and_evaluations_take_time() -> None:
     machines = with_reliability(128, failures_per_year=0)
     times = calendar(CONFIG, machines, STEP)
     size = checkpoint_bytes(CONFIG, accelerator=True)
@@ -36,9 +36,6 @@ def test_without_failures_only_checkpoints_and_evaluations_take_time() -> None:
     evaluated = CONFIG.with_keys(train={"eval_every": 1000})
     batches = CONFIG.train.eval_batches
     assert calendar(evaluated, machines, STEP).evaluations == pytest.approx(100 * batches * STEP / 3)
-
-
-def test_a_checkpoint_waits_until_the_one_before_it_is_stored() -> None:
     machines = with_reliability(128, failures_per_year=0.17, storage=1e7)
     times = calendar(CONFIG.with_keys(checkpoint={"every_minutes": 1}), machines, STEP)
     assert times.write > 20 * (times.interval + times.stall)
@@ -74,7 +71,7 @@ def test_failures_cost_what_a_simulation_of_them_costs() -> None:
     assert times.goodput == pytest.approx(times.steps / times.seconds)
 
 
-def test_the_interval_that_costs_least_is_taken_where_the_recipe_has_none() -> None:
+def test_the_best_interval_and_the_goodput_of_published_trainings() -> None:
     config = without_an_interval()
     machines = with_reliability(128)
     best = calendar(config, machines, STEP)
@@ -85,18 +82,12 @@ def test_the_interval_that_costs_least_is_taken_where_the_recipe_has_none() -> N
         assert calendar(given, machines, STEP).interval == pytest.approx(factor * best.interval)
         assert calendar(given, machines, STEP).seconds > best.seconds
     assert calendar(CONFIG.with_keys(checkpoint={"every": 20}), machines, STEP).interval == 20 * STEP
-
-
-def test_goodput_is_that_of_published_trainings() -> None:
-    """Llama 3 405B was trained for more than 90% of its time, with 419 failures in 54 days (arXiv:2407.21783)."""
+    # Llama 3 405B was trained for more than 90% of its time, with 419 failures in 54 days (arXiv:2407.21783).
     machines = with_reliability(2048)
     times = calendar(without_an_interval(), machines, STEP)
     assert 54 * 86_400 / times.between_failures == pytest.approx(419, rel=0.03)
     assert 0.88 < times.goodput < 0.96
     assert Reliability() == machines.device.reliability
-
-
-def test_a_training_that_always_fails_does_not_end() -> None:
     times = calendar(CONFIG, with_reliability(16_384, failures_per_year=10_000), STEP)
     assert times.seconds == math.inf
     assert not times.ends

@@ -1,7 +1,5 @@
 """A simulation by levels against the actions in the order of the schedule, one after the other."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 

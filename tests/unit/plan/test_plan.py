@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwise.base import units
 from shardwise.base.units import Price
@@ -205,49 +207,12 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(cli: CommandLine,
     assert replace(device_specs.load_device(str(file)), key="a100-80gb") == device_specs.load_device("a100")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["h100:8,h100:8"], r"--device \(h100:8,h100:8\) must name .* each device once"),
-        (["h100:8,b200:8", "--html", "page.html"], r"--html must be left out: --device \(h100:8,b200:8\)"),
-        (["h100:8", "--why", "1", "99", *FEW], "must name two layouts of the list"),
-        (["h100:8", "--budget", "1,2,, USD"], r"--budget \('1,2,, USD'\) must be a time .*, or a price"),
-        (
-            ["h100:8", "--nodes", "4", "--failures", "10000", *FEW],
-            r"--failures \(10000\) must be lower: on 32 × .* fails every 1 min 39 s, and the training does not finish",
-        ),
-        (
-            ["trn1", "--nodes", "4", "--objective", "energy", *FEW],
-            r"--objective \(energy\) must have the power of AWS Trainium1 .*: write a device file with base: trn1",
-        ),
-        (
-            ["h100:8", "--budget", "100 EUR", "--price", "2 USD", *FEW],
-            r"--budget \(100 EUR\) must go with a price in EUR of NVIDIA H100 SXM, which is in USD",
-        ),
-        (
-            ["h100:8", "--budget", "100 USD", "--price", "2 USD", "train.global_batch=1", *FEW],
-            r"--budget \(100 USD\) must be higher: the cheapest training found costs [\d,]+ USD on ",
-        ),
-        (["h100:8", "--nodes", "2", "--budget", "30 days"], "--budget must go without --nodes"),
-        *(
-            (["h100:8,b200:8", "--price", price], message)
-            for price, message in (
-                ("1 USD,2 USD,3 USD", r"--price \(1 USD,2 USD,3 USD\) must be one price, or one for each of the 2"),
-                ("2 USD/rack", r"--price \(2 USD/rack\) must be a price of a device, a chip or a node"),
-                ("2.50", r"--price \(2\.50\) must name its currency, as in '2\.50 USD'"),
-            )
-        ),
-        (
-            ["a100-40gb:2", "parallel.tensor=2"],
-            r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 6 is",
-        ),
-    ],
-)
-def test_refused(arguments: list[str], message: str, cli: CommandLine) -> None:
-    if "--nodes" not in arguments and "--budget" not in arguments:
-        arguments = [*arguments, "--nodes", "1"]
-    said = cli.refused("plan", "gpt3-23b", "train.global_batch=256", "--device", *arguments)
-    assert re.search(message, said, re.DOTALL)
+def test_refused(cli: CommandLine) -> None:
+    for line, message in yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8")).items():
+        nodes = [] if "--nodes" in line or "--budget" in line else ["--nodes", "1"]
+        words = [*shlex.split(line.removesuffix("FEW")), *FEW * line.endswith("FEW"), *nodes]
+        said = cli.refused("plan", "gpt3-23b", "train.global_batch=256", "--device", *words)
+        assert re.search(message, said, re.DOTALL), line
 
 
 def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(cli: CommandLine, tmp_path: Path) -> None:
@@ -312,7 +277,7 @@ def test_a_dry_run_for_a_cluster_tells_whether_it_fits_and_how_long_checkpoints_
     assert "without --nproc, --nodes gives the machines" in said
 
 
-def test_several_numbers_of_nodes_are_compared_by_the_objective(cli: CommandLine) -> None:
+def test_numbers_of_nodes_are_compared_by_objective_and_budget(cli: CommandLine) -> None:
     command = [*GPT, *FEW, "--nodes", "4,8", "--price", "2 USD", "--objective"]
     by_time, by_cost = (cli.facts(*command, objective) for objective in ("time", "cost"))
     plans = by_time["plans"]
@@ -329,10 +294,7 @@ def test_several_numbers_of_nodes_are_compared_by_the_objective(cli: CommandLine
         seconds = 86_400 * plans[proposal["layout"] - 1]["days"]
         changed = list(proposal["sensitivity_seconds"].values())
         assert all(seconds < other < changed[-1] for other in changed[:3])
-
-
-def test_a_budget_in_money_finds_the_fastest_cluster_for_it(cli: CommandLine) -> None:
-    """No layout fits 12 nodes or 24, as three times a power of two does not divide the batch."""
+    # No layout fits 12 nodes or 24, as three times a power of two does not divide the batch.
     few = [*FEW, "parallel.pipeline=2", "train.global_batch=32"]
     command = ["plan", "gpt3-23b", "--device", "h100:8", "--price", "2 USD", *few]
     cost = cli.facts(*command, "--nodes", "32")["plans"][0]["cost"]
@@ -373,7 +335,7 @@ def test_a_batch_that_no_layout_divides_is_told_with_what_it_must_be(cli: Comman
     )
 
 
-def test_a_price_for_each_device_or_one_for_all(cli: CommandLine) -> None:
+def test_prices_of_devices_and_of_the_recipe(cli: CommandLine) -> None:
     small = [*SMALL, "--device", "h100:8,b200:8"]
     for price, each in (("2.50 USD,5.00USD", [2.5, 5.0]), ("4 usd", [4.0, 4.0])):
         plans = cli.facts(*small, "--price", price)["devices"].values()
@@ -381,6 +343,13 @@ def test_a_price_for_each_device_or_one_for_all(cli: CommandLine) -> None:
         assert {plan["currency"] for plan in plans} == {"USD"}
     said = cli.refused(*small, "--price", "2.50 USD,5.00 EUR")
     assert "--price (EUR and USD) must have one currency for all devices" in said
+    # Other devices that are compared have other prices; `--price` replaces it.
+    small = [*SMALL, "log.price=2.50 USD", "--json"]
+    for device, more, each in (("h100:8", [], 2.5), ("h100:8", ["--price", "3 EUR"], 3.0), ("h100:8,b200:8", [], None)):
+        found = json.loads(cli(*small, "--device", device, *more).out)
+        plans = found["devices"].values() if "," in device else found["plans"][:1]
+        costs = [plan.get("cost") and plan["cost"] / plan["device_hours"] for plan in plans]
+        assert costs == pytest.approx([each] * len(plans))
 
 
 @pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])
@@ -388,14 +357,3 @@ def test_a_chip_is_paid_as_a_whole(per_node: int, chips: int) -> None:
     device = replace(load_device("trn2"), price=Price.of("2 USD/chip", "--price"))
     machines = replace(parse_cluster("trn2", 3), device=device, per_node=per_node)
     assert (machines.priced_units, machines.price_per_hour) == (3 * chips, 6 * chips)
-
-
-def test_a_price_of_the_recipe_is_that_of_one_device_alone(cli: CommandLine) -> None:
-    """Other devices that are compared have other prices; `--price` replaces it."""
-    small = [*SMALL, "log.price=2.50 USD", "--json"]
-    for device, more, each in (("h100:8", [], 2.5), ("h100:8", ["--price", "3 EUR"], 3.0), ("h100:8,b200:8", [], None)):
-        found = json.loads(cli(*small, "--device", device, *more).out)
-        plans = found["devices"].values() if "," in device else found["plans"][:1]
-        assert [plan.get("cost") and plan["cost"] / plan["device_hours"] for plan in plans] == pytest.approx(
-            [each] * len(plans)
-        )

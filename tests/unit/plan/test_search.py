@@ -1,4 +1,4 @@
-"""What the search says of a layout is what the dry run says of it, and what does not fit is dropped."""
+"""What the search says of a layout is what a dry run says; what does not fit is dropped; stages; the proposals."""
 
 import math
 from collections import Counter
@@ -8,11 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.config import load_config
-from shardwise.estimates.memory import RESERVED, expected_memory
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import Price
+from shardwise.config import Config, check_layout, largest_size_stage, load_config, size_stages_of
+from shardwise.estimates.memory import RESERVED, expected_memory, neediest_stage
 from shardwise.estimates.memory_choice import first_fitting_candidate
+from shardwise_plan.data_stages import check_other_stages, stages_with_layout
 from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.layout_choices import layout_choices, with_compiled_blocks
+from shardwise_plan.plan import Plan, predict_layout
+from shardwise_plan.proposals import objective_value, proposals, sensitivities
 from shardwise_plan.search import _Asked, search_layouts
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
 from shardwise_plan.step_time import least_step_times, step_time
@@ -63,8 +68,7 @@ def test_pruning_loses_no_layout() -> None:
                     break
     expected.sort()
     result = search_layouts(config, on, best=1000, fixed=fixed)
-    assert result.valid == number
-    assert result.refused == refused
+    assert (result.valid, result.refused) == (number, refused)
     assert [(plan.time.total, plan.text()) for plan in result.plans] == [(time, text) for time, _, text in expected]
     assert len(result.plans) + sum(result.too_large.values()) == result.valid
     few = search_layouts(config, on, best=5, fixed=fixed)
@@ -123,7 +127,100 @@ def test_a_search_divides_experts_and_loses_no_layout() -> None:
     plans = search_layouts(config, on, best=1000, fixed=fixed).plans
     assert [(plan.time.total, plan.text()) for plan in plans] == sorted(expected)
     assert any("(EP 8)" in plan.text() for plan in plans)
-    only = search_layouts(
-        config.with_keys(parallel={"expert": 4}), on, best=1000, fixed=(*fixed, "parallel.expert")
-    ).plans
+    four = config.with_keys(parallel={"expert": 4})
+    only = search_layouts(four, on, best=1000, fixed=(*fixed, "parallel.expert")).plans
     assert {plan.layout.expert for plan in only} == {4}
+
+
+MACHINES = parse_cluster("h100:8", 1)
+
+
+def config(stage: str, *keys: str) -> Config:
+    return load_config("llama3-tiny", ["model.max_position_embeddings=2048", f"data.stages=[{stage}]", *keys])
+
+
+def test_stages_need_memory_time_and_a_layout_for_all() -> None:
+    stage = "{at: 10, sequence_length: 128, global_batch: 8, micro_batch: 8}"
+    run = config(stage, "parallel.pipeline=2", "parallel.schedule=gpipe", "train.global_batch=512")
+    layout = check_layout(run, 2)
+    stages = size_stages_of(run)
+    memory = [expected_memory(each, layout) for each in stages]
+    assert memory[0].total > 2 * memory[1].total
+    assert largest_size_stage(run) == stages[1]
+    assert neediest_stage(stages, layout) is stages[0]
+    stage = "{at: 18, sequence_length: 2048, global_batch: 8, micro_batch: 1}"
+    run = config(stage, "train.global_batch=256", "train.steps=20")
+    layout = check_layout(run, 8)
+    short, long = size_stages_of(run)
+    plan = predict_layout(long, layout, MACHINES)
+    before = step_time(stages_with_layout(plan.config, layout)[0], layout, MACHINES) if plan else None
+    assert plan.seconds == pytest.approx(18 * before.total + 2 * plan.time.total)
+    assert plan.calendar.steps == pytest.approx(plan.seconds)
+    assert stages_with_layout(plan.config, layout)[0].train == short.train
+    run = config("{at: 10, sequence_length: 2048, global_batch: 8}", "train.global_batch=12")
+    long = largest_size_stage(run)
+    long = long.model_copy(update={"train": long.train.model_copy(update={"micro_batch": 1})})
+    check_other_stages(long, check_layout(long, 4))
+    with pytest.raises(ConfigError, match=r"train.global_batch \(12\) must be a multiple"):
+        check_other_stages(long, check_layout(long, 8))
+    result = search_layouts(long, MACHINES, best=3)
+    assert result.refused["train.global_batch"]
+    assert all(plan.layout.data < 8 for plan in result.plans)
+
+
+KEPT = ("train.micro_batch", "parallel.schedule", "train.recompute")
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    config = load_config("gpt3-23b", ["train.global_batch=64", "train.micro_batch=1", "train.recompute=selective"])
+    found = [search_layouts(config, parse_cluster("h100:8", nodes), best=10, fixed=KEPT).plans for nodes in (2, 8)]
+    return [plan for of_cluster in found for plan in of_cluster]
+
+
+def test_each_proposal_is_the_best_in_its_respect(plans: list[Plan]) -> None:
+    named = {name: proposal.plan for proposal in proposals(plans) for name in proposal.names}
+    assert named["fastest"].calendar.seconds == min(plan.calendar.seconds for plan in plans)
+    assert named["cheapest"].device_hours == min(plan.device_hours for plan in plans)
+    assert (named["fastest"].cluster.nodes, named["cheapest"].cluster.nodes) == (8, 2)
+    assert not named["most robust"].is_tight
+    tight = [plan for plan in plans if plan.is_tight]
+    assert tight, "some layouts leave little memory"
+    assert "no layout has a tenth of the memory free" in proposals(tight)[-1].reason
+    fast, slow = named["fastest"], named["cheapest"]
+    full = replace(fast, memory=replace(fast.memory, activations=fast.memory.activations + int(fast.headroom)))
+    roomy = replace(slow, memory=replace(slow.memory, activations=0))
+    (robust,) = (proposal.plan for proposal in proposals([full, roomy]) if "most robust" in proposal.names)
+    assert robust is roomy, "the faster one has no memory left"
+
+
+def test_worse_assumptions_take_longer_by_each_objective(plans: list[Plan]) -> None:
+    plan = plans[0]
+    network, products, failures, longer_steps, everything = (other.seconds for other in sensitivities(plan))
+    now = plan.calendar.seconds
+    assert all(now < seconds < everything for seconds in (network, products, failures))
+    assert longer_steps == now, "published runs with ZeRO-1 took no longer"
+    # Products are a part of the step, so that a tenth less of them takes less than a ninth more time.
+    assert products < now / 0.9
+    assert plan.on(plan.cluster.device).time == plan.time
+    plan = replace(plans[0], choice=replace(plans[0].choice, zero=2))
+    *_, longer, everything = sensitivities(plan)
+    assert "ZeRO-2 or ZeRO-3 take 10% longer" in longer.assumption
+    assert longer.seconds == pytest.approx(1.1 * plan.calendar.seconds, rel=0.01)
+    assert everything.seconds == pytest.approx(1.1 * sensitivities(plans[0])[-1].seconds, rel=0.02)
+    (robust,) = (proposal for proposal in proposals([plan, plans[0]]) if "most robust" in proposal.names)
+    assert robust.plan is plans[0], "of two equal steps the one without freed parts"
+    named = {name: proposal for proposal in proposals([plan, plans[0]]) for name in proposal.names}
+    assert named["fastest"].plan is plan
+    assert "take 10% longer, as published runs did, layout 2 is faster" in named["fastest"].reason
+    plan = plans[0]
+    priced = replace(plan.cluster, device=replace(plan.cluster.device, price=Price(3, "USD"), watts=500))
+    plan = replace(plan, cluster=priced)
+    hours = plan.calendar.seconds / 3600 * plan.cluster.world
+    assert objective_value(plan, "time") == plan.calendar.seconds
+    assert objective_value(plan, "cost") == pytest.approx(3 * hours)
+    assert objective_value(plan, "energy") == pytest.approx(0.5 * hours)
+    unknown = replace(plan, cluster=replace(priced, device=replace(priced.device, price=None, watts=None)))
+    for objective, message in (("cost", r"must have a price of NVIDIA H100"), ("energy", "must have the power of")):
+        with pytest.raises(ConfigError, match=message):
+            objective_value(unknown, objective)

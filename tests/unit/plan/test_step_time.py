@@ -1,4 +1,4 @@
-"""The time of a step: limits that follow from the device, the event simulation, and the published runs."""
+"""The time of a step: limits that follow from the device and from overlap, the simulation, and the published runs."""
 
 import importlib
 import re
@@ -10,12 +10,15 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, check_layout, load_config
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan.device_seconds import LinkedRanks, collective, matmul, shipped_constants
-from shardwise_plan.device_specs import Cluster, device_names, load_device, parse_cluster
+from shardwise_plan.device_specs import Cluster, DeviceLink, device_names, load_device, parse_cluster
+from shardwise_plan.overlap import Product, TensorCollectives, TensorOverlap
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.step_time import StepTime, shardwise_traits, step_time
 from tests.arch.source import ROOT
@@ -206,7 +209,7 @@ def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:
     assert blocked.launch > 10 * ahead.launch
 
 
-def test_products_of_unlucky_shapes_take_longer() -> None:
+def test_products_and_collectives_take_what_was_measured() -> None:
     """A tile more than there are processors; rows of a batched product without 16 bytes, for no tensor cores."""
 
     def seconds(m: int, n: int, k: int, batch: int = 1) -> float:
@@ -215,10 +218,7 @@ def test_products_of_unlucky_shapes_take_longer() -> None:
     assert seconds(256, 128 * 109, 4096) > 1.3 * seconds(256, 128 * 108, 4096)
     assert seconds(2048, 2048, 108, 32) > 4 * seconds(2048, 2048, 104, 32)
     assert seconds(2048, 2048, 108) < 1.2 * seconds(2048, 2048, 104)
-
-
-def test_collectives_take_what_nccl_was_measured_to_take() -> None:
-    """An all-reduce over 2, 4 and 8 A100 of a node: VIA-Research/vTrain, trace/a100."""
+    # An all-reduce over 2, 4 and 8 A100 of a node: VIA-Research/vTrain, trace/a100.
     measured = {(2, 2**20): 45e-6, (4, 2**20): 53e-6, (8, 2**20): 92e-6, (8, 2**26): 580e-6, (8, 2**30): 8.2e-3}
     for (ranks, size), seconds in measured.items():
         found = collective(A100, shipped_constants(), LinkedRanks(ranks, ranks), size, reduces_all=True)
@@ -234,3 +234,54 @@ def test_pages_have_the_predicted_gains_of_switches() -> None:
         assert rows == {name: round(100 * gain, 1) for name, gain in predicted.items() if name != "all"}, page
         assert "57.3%" in text, page
     assert f"| all three | {100 * predicted['all']:.1f}%" in text
+
+
+H100 = load_device("h100")
+EIGHT = LinkedRanks(8, 8)
+SIZE = 1e8
+OVERLAPS: tuple[TensorOverlap, ...] = ("pieces", "symmetric_memory", "user_buffers")
+
+
+def _collectives(
+    overlap: TensorOverlap | None, bandwidth: float = H100.node.bandwidth, sequence_parallel: bool = True
+) -> TensorCollectives:
+    device = replace(H100, node=DeviceLink(bandwidth, 0.0, "switch"))
+    return TensorCollectives(device, shipped_constants(), EIGHT, SIZE, SIZE, sequence_parallel, overlap)
+
+
+def _even(seconds: float) -> Product:
+    """A product that loses nothing when it is cut."""
+    return lambda pieces: seconds / pieces
+
+
+def test_behind_a_long_product_the_first_or_last_piece_remains() -> None:
+    sent = SIZE * 7 / 8 / (H100.node.bandwidth * shipped_constants().node)
+    pieces = _collectives("pieces")
+    assert pieces.gather_before(_even(1.0)) == pytest.approx(shipped_constants().start + sent / 4)
+    assert pieces.sum_after(_even(1.0)) == pytest.approx(shipped_constants().start + sent / 4)
+    assert pieces.sum_behind(_even(1.0)) == 0
+    ring = _collectives("symmetric_memory")
+    assert ring.gather_before(_even(1.0)) == pytest.approx(0, abs=1e-12)
+    assert ring.sum_after(_even(1.0)) == pytest.approx(0, abs=1e-12)
+    # The sum's kernels take 16 of 132 processors while they run.
+    buffers = _collectives("user_buffers")
+    assert buffers.gather_before(_even(1.0)) == pytest.approx(0, abs=1e-12)
+    assert buffers.sum_after(_even(1.0)) == pytest.approx(sent / 4 + sent * 16 / 116)
+
+
+@given(seconds=st.floats(1e-6, 1e-1), bandwidth=st.floats(1e9, 1e12))
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@settings(deadline=None)
+def test_overlap_never_hides_more_than_there_is(overlap: TensorOverlap, seconds: float, bandwidth: float) -> None:
+    both = _collectives(overlap, bandwidth)
+    sent = SIZE * 7 / 8 / (bandwidth * shipped_constants().node)
+    for added in (both.gather_before, both.sum_after, both.sum_behind):
+        exposed = added(_even(seconds))
+        assert exposed >= max(0.0, sent - seconds) * (1 - 1e-9)
+        assert exposed <= shipped_constants().start + sent * (1 + 16 / 116)
+
+
+def test_the_recipe_names_the_overlap_and_a_cpu_has_none() -> None:
+    config = load_config("llama2-7b", ["parallel.tensor=2", "parallel.tensor_overlap=pieces"])
+    assert shardwise_traits(config, parse_cluster("h100:8")).tensor_overlap == "pieces"
+    assert shardwise_traits(config, parse_cluster("cpu:2")).tensor_overlap is None

@@ -31,10 +31,6 @@ def shares(sampler: TokenSampler) -> list[float]:
     return [counted[token] / DRAWS for token in range(len(P))]
 
 
-def test_temperature_0_takes_the_likeliest() -> None:
-    assert {TokenSampler(0.0, seed=seed).draw(P.log()) for seed in range(20)} == {1}
-
-
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_shares_are_the_probabilities(temperature: float) -> None:
     wanted = torch.softmax(P.log() / temperature, dim=0).tolist()
@@ -76,10 +72,8 @@ def test_draws_are_a_function_of_the_seed() -> None:
     torch.manual_seed(6)
     assert row(1) == first
     assert row(2) != first
-
-
-def test_a_rounding_error_changes_no_draw() -> None:
-    """What two layouts differ by: a draw by cumulated probabilities would cross a boundary now and then."""
+    assert {TokenSampler(0.0, seed=seed).draw(P.log()) for seed in range(20)} == {1}
+    # What two layouts differ by: a draw by cumulated probabilities would cross a boundary now and then.
     generator = torch.Generator().manual_seed(0)
     one, other = TokenSampler(seed=3), TokenSampler(seed=3)
     for _ in range(300):
@@ -88,24 +82,16 @@ def test_a_rounding_error_changes_no_draw() -> None:
         assert one.draw(logits) == other.draw(off)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "told"),
-    [
+def test_what_is_no_distribution_is_refused() -> None:
+    for temperature, top_p, told in (
         (-0.1, 1.0, r"temperature \(-0.1\) must be at least 0"),
         (math.inf, 1.0, "temperature"),
         (1.0, 0.0, r"top-p \(0.0\) must be above 0 and at most 1"),
-    ],
-)
-def test_what_is_no_distribution_is_refused(temperature: float, top_p: float, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        TokenSampler(temperature, top_p)
-
-
-def test_logits_that_are_no_numbers_are_an_error() -> None:
+    ):
+        with pytest.raises(ConfigError, match=told):
+            TokenSampler(temperature, top_p)
     for temperature in (0.0, 1.0):
-        with pytest.raises(
-            RunError, match="logits of the next token must be numbers, and some are NaN: the weights are damaged"
-        ):
+        with pytest.raises(RunError, match="logits of the next token must be numbers, and some are NaN: the weights"):
             TokenSampler(temperature).draw(torch.tensor([1.0, math.nan]))
 
 
@@ -120,31 +106,22 @@ def drawn(model: Llama, prompt: list[int], count: int = 10, **options: Any) -> l
     return _continue_text(model, Mesh(device="cpu"), prompt, count, **({"window": 32, "seed": 1} | options))
 
 
-def test_it_depends_on_seed_and_prompt_alone(model: Llama) -> None:
+def test_a_sample_depends_on_seed_and_window_alone(model: Llama) -> None:
     first = drawn(model, [1, 2, 3])
     torch.manual_seed(99)
     assert drawn(model, [1, 2, 3]) == first, "the global generator has a say"
     assert drawn(model, [1, 2, 3], seed=2) != first
     assert drawn(model, [3, 2, 1]) != first
     assert drawn(model, [1, 2, 3], 4) == first[:4], "more tokens must not change the first ones"
-
-
-def test_the_last_window_tokens_are_all_that_counts(model: Llama) -> None:
     long = [9, 8, 7, 6, 5, 4, 3, 2]
     assert drawn(model, long, window=4) == drawn(model, long[-4:], window=4)
     assert drawn(model, long, window=8) != drawn(model, long[-4:], window=8), "a window of 8 reads no more than 4"
-
-
-def test_nearly_no_temperature_takes_the_likeliest(model: Llama) -> None:
     tokens = [1, 2, 3]
     for _ in range(5):
         with torch.no_grad():
             tokens.append(int(model.logits(torch.tensor(tokens).unsqueeze(1))[-1, 0].argmax()))
     assert drawn(model, [1, 2, 3], 5, temperature=1e-4) == tokens[3:]
-
-
-def test_it_ends_when_the_run_is_asked_to_stop(model: Llama) -> None:
-    """It may take minutes, and all of the training is saved by then."""
+    # It may take minutes, and all of the training is saved by then.
     answers = iter([True, True, False])
     assert drawn(model, [1, 2, 3], continues=lambda: next(answers)) == drawn(model, [1, 2, 3], 3)
 

@@ -1,7 +1,5 @@
 """What `evaluate` and `generate` take from the folder that they are given, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile
@@ -84,7 +82,9 @@ def test_damage_gives_no_number(file: str, imported: Path, here: Path, cli: Comm
         assert len([line for line in said.err.splitlines() if not line.startswith("preparing the data ")]) == 1
 
 
-def test_a_run_is_looked_for_where_its_configuration_says(imported: Path, here: Path, cli: CommandLine) -> None:
+def test_runs_and_urls_are_read_where_they_are(
+    imported: Path, here: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, name = here / "run", "step-00000000"
     (run / "checkpoints" / name).mkdir(parents=True)
     (run / "config.yaml").write_text(f"checkpoint: {{path: {imported}}}\n")
@@ -92,9 +92,6 @@ def test_a_run_is_looked_for_where_its_configuration_says(imported: Path, here: 
     assert loss_of("run", cli) == expected
     assert loss_of(imported.parent / "plain", cli)[1] == expected[1]
     assert cli("checkpoint", "inspect", "run").out.startswith(f"{imported}: 1 checkpoint\n")
-
-
-def test_a_url_is_read_in_place(imported: Path, here: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     there = Root.of("memory://bucket/steps")
     for name, _ in Root.of(imported).files().items():
         (there / name).write((imported / name).read_bytes())

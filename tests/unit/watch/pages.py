@@ -1,7 +1,5 @@
 """Pages of `shardwise report` as a reader and a browser see them, and runs with changed events."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -17,9 +15,7 @@ from shardwise.cli import main
 from tests.monitor_runs import Mesh, Start, loss_of, write_run
 
 HOSTILE = "<script>alert('x')</script>"
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
 TENSOR_PARALLEL = Mesh(1, 1, 2, 1, sequence=True)
 DATA_PARALLEL = Mesh(1, 2, 1, 1)
 
@@ -111,7 +107,7 @@ def by_batch(path: Path | str, factor: int, until: int, start: Sequence[Start] |
 
 def browsed(file: Path, script: Path, *sizes: tuple[int, int]) -> list[Any]:
     """Whether a browser is dark, and what `script` tells of a page in each size; a browser's start takes seconds."""
-    if BROWSER is None:
+    if not BROWSER:
         assert "CI" not in os.environ, "Chromium is missing: scripts/test_packages.sh installs it"
         pytest.skip("Chromium is not installed")
     folder = file.parent

@@ -63,14 +63,11 @@ def test_each_form_of_a_curve(name: str) -> None:
     assert read_curve_file(Path(name)) == LOSSES
 
 
-def test_a_resumed_run_counts_as_it_went_on() -> None:
+def test_curves_of_resumed_runs_and_of_tensorboard() -> None:
     first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4)]
     folder = run("resumed", *first, {"event": "resume", "step": 1}, *EVENTS)
     assert read_curve_file(folder) == read_curve_file(folder / "metrics.jsonl") == LOSSES
     assert read_curve_file(run("again", *first, *EVENTS)) == LOSSES, "it began again without a checkpoint"
-
-
-def test_tensorboards_events() -> None:
     for step, loss in LOSSES.items():  # as a run that was started three times
         scalars("events", {"lr": {step: 0.5}, "step loss": {step: loss}, "validation": {step: 8.0}})
     assert read_curve_file(Path("events")) == LOSSES
@@ -78,9 +75,8 @@ def test_tensorboards_events() -> None:
     assert read_curve_file(Path("events"), "Validation") == dict.fromkeys(LOSSES, 8.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
+def test_no_curve_is_refused(cli: CommandLine) -> None:
+    for name, content, problem in (
         ("none", None, "there is no none: name a run's folder or a file with a loss curve"),
         ("young", None, "young must hold a loss curve, and it has no values"),
         ("a.tfevents.1", struct.pack("<QI", 7, 1) + b"damaged", "a.tfevents.1 must hold a loss curve"),
@@ -94,17 +90,14 @@ def test_tensorboards_events() -> None:
         ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
         ("nested.json", "[" * 100_000, "nested.json must be JSON, or have JSON in each line: line 1"),
         ("later.txt", None, "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2"),
-    ],
-)
-def test_no_curve_is_refused(name: str, content: str | bytes | None, problem: str, cli: CommandLine) -> None:
-    if content is not None:
-        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert problem in cli.sentence("compare", "run", name)
+    ):
+        if content is not None:
+            Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+        assert problem in cli.sentence("compare", "run", name)
 
 
-@pytest.mark.parametrize(
-    ("golden", "options", "code", "largest", "result"),
-    [
+def test_largest_difference(cli: CommandLine) -> None:
+    for golden, options, code, largest, result in (
         ("4\n3\n2\n", [], 0, "0 at step 1: loss 4 in A, 4 in B", "within the tolerance (0.01)"),
         ("4\n2.98\n2\n", [], 0, "0.00671 at step 2: loss 3 in A, 2.98 in B", "within the tolerance (0.01)"),
         ("4\n3.2\n2.5\n7\n", [], 1, "0.2 at step 3: loss 2 in A, 2.5 in B", "at 2 steps, first at step 2"),
@@ -113,16 +106,12 @@ def test_no_curve_is_refused(name: str, content: str | bytes | None, problem: st
         ("4\n3\n2.1\n", ["--tolerance", "0"], 1, "0.0476 at step 3", "beyond the tolerance (0) at 1 step"),
         ("0 4\n1 3\n2 2\n", ["--shift", "1"], 0, "0 at step 1", "within"),
         ("step mine\n1 4\n3 2.01", ["--loss", "mine"], 0, "0.00498 at step 3: loss 2 in A, 2.01 in B", "within"),
-    ],
-)  # fmt: skip
-def test_largest_difference(
-    golden: str, options: list[str], code: int, largest: str, result: str, cli: CommandLine
-) -> None:
-    Path("golden.txt").write_text(golden)
-    rows = cli.rows("compare", "run", "golden.txt", *options, code=code)
-    assert rows["A"] == "run: 3 steps, 1 to 3"
-    assert largest in rows["largest"]
-    assert result in rows["result"]
+    ):
+        Path("golden.txt").write_text(golden)
+        rows = cli.rows("compare", "run", "golden.txt", *options, code=code)
+        assert rows["A"] == "run: 3 steps, 1 to 3"
+        assert largest in rows["largest"]
+        assert result in rows["result"]
 
 
 ULP = 4 * (1 + 2**-52)
@@ -135,9 +124,7 @@ OTHER_HASH = HASH | {"hash": "1" * 16, "tensors": {"model": "1" * 8}}
 
 def steps(first_loss: float = 4.0, last_norm: float = 1.5) -> list[dict[str, Any]]:
     values = [(first_loss, 1.0), (3.0, 1.25), (2.0, last_norm)]
-    return [
-        {"event": "step", "step": step, "loss": loss, "grad_norm": norm} for step, (loss, norm) in enumerate(values, 1)
-    ]
+    return [{"event": "step", "step": at, "loss": loss, "grad_norm": norm} for at, (loss, norm) in enumerate(values, 1)]
 
 
 ALL = "equal to the bit at all 3 steps of both"
@@ -176,7 +163,7 @@ def test_bits_of_losses_norms_and_states(
     cli("compare", "a", "b/metrics.jsonl", "--bits", code=int(b[0]["loss"] != 4.0))  # files have losses alone
 
 
-def test_steps_of_one_curve_alone_do_not_count(cli: CommandLine) -> None:
+def test_common_steps_final_losses_and_keys_are_told(cli: CommandLine) -> None:
     Path("golden.csv").write_text("step,loss\n0,9\n2,3\n4,9\n")
     assert cli.facts("compare", "run", "golden.csv") == {
         "a": "run", "b": "golden.csv", "steps": 1, "largest": {"difference": 0.0, "step": 2, "a": 3.0, "b": 3.0},
@@ -184,9 +171,6 @@ def test_steps_of_one_curve_alone_do_not_count(cli: CommandLine) -> None:
         "final": {"a": {"step": 3, "loss": 2.0}, "b": {"step": 4, "loss": 9.0}},
         "keys": None, "grows_from": None, "layouts": None, "failures": {"a": None, "b": None},
     }  # fmt: skip
-
-
-def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(cli: CommandLine) -> None:
     write_run(Path("a"), [Start(0, 12)], mesh=Mesh(2, 1, 1, 1), steps=20)
     write_run(Path("b"), [Start(0, 10)], mesh=Mesh(1, 1, 2, 1), steps=20)
     lines = cli("compare", "a", "b").out.splitlines()
@@ -254,7 +238,7 @@ def test_a_plot_shows_both_curves_and_their_difference(cli: CommandLine) -> None
     cli("compare", "run", "run", "--plot", "same.svg")  # there is no logarithm of no difference
 
 
-def test_runs_with_other_batches_align_by_tokens(cli: CommandLine) -> None:
+def test_runs_align_by_tokens_and_by_time(cli: CommandLine) -> None:
     """Between the points of A its curve is a line; the other runs' points are compared with that."""
     by_batch("small", 1, 40)
     by_batch("large", 2, 20)
@@ -273,10 +257,7 @@ def test_runs_with_other_batches_align_by_tokens(cli: CommandLine) -> None:
     assert odd["largest"]["tokens"] == 3 * 8192
     assert odd["last"] == {"difference": pytest.approx(loss_of(39) - between[39]), "tokens": 39 * 8192}
     assert (small["points"], small["final"]["b"]["tokens"]) == (39, 40 * 8192)
-
-
-def test_time_is_that_of_the_steps_that_count(cli: CommandLine) -> None:
-    """Steps take 1 s, and a checkpoint after each tenth 0.5 s; five steps were undone after the first start."""
+    # Steps take 1 s, and a checkpoint after each tenth 0.5 s; five steps were undone after the first start.
     write_run(Path("straight"), [Start(0, 60)], mesh=DATA_PARALLEL)
     write_run(Path("resumed"), [Start(0, 25, None), Start(20, 60)], mesh=DATA_PARALLEL)
     rows = cli.rows("compare", "straight", "resumed/metrics.jsonl", "--x", "time")

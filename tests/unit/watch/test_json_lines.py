@@ -1,7 +1,5 @@
 """Reading of files that grow, are cut, are replaced, or end in half a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -58,15 +56,12 @@ def test_a_file_that_is_another_one_is_read_from_its_beginning(other: str | None
     assert len(list(file.new())) == (other or "").count("\n")
 
 
-def test_of_many_steps_the_last_ones_are_read_and_the_last_before_each_start(tmp_path: Path) -> None:
+def test_the_last_steps_and_lines_of_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first, second = [step(number) for number in range(1, 101)], [step(number) for number in range(51, 201)]
     path.write_text(text_of(START, *first, EVAL, START, *second[:120], EVAL, *second[120:]))
     found = list(GrowingFile(path, all_steps=False).new())
     assert found == [START, step(100), EVAL, START, *second[86:120], EVAL, *second[120:]]
-
-
-def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "restarts.jsonl"
     path.write_text(text_of(*map(step, range(1, 10))) + '{"half')
     assert list(last_lines(path, 80)) == [step(9), step(8)]

@@ -1,7 +1,5 @@
 """Where the time of a run went, counted by hand."""
 
-from __future__ import annotations
-
 import math
 from signal import SIGINT, SIGTERM
 from typing import Any
@@ -51,9 +49,6 @@ def test_each_cause_is_counted_once() -> None:
     assert list(found.by_cause) == list(CAUSES)
     assert (found.steps, found.starts, found.whole) == (4, 2, 80)
     assert found.goodput == pytest.approx((80 - 54) / 80)
-
-
-def test_a_start_that_took_no_step_undoes_none_twice() -> None:
     fell = [event("start", 190, seconds_before_training=5.0, steps_before=6), event("stop", 191, reason="failed: x")]
     again = [event("start", 200, seconds_before_training=5.0, steps_before=6), event("resume", 200, step=6)]
     assert lost(*FIRST, *fell, *again).steps == 4, "a start that failed before it loaded"

@@ -89,7 +89,7 @@ def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, cli: CommandL
     assert_shown(block, said)
 
 
-def test_the_object(cli: CommandLine) -> None:
+def test_the_object_of_each_folder(cli: CommandLine) -> None:
     write_three()
     with held(Path(f"runs/{LONG}")):
         found = cli.facts("ls")
@@ -103,9 +103,6 @@ def test_the_object(cli: CommandLine) -> None:
     }
     assert (first["state"], found["runs"][1]["reason"]) == ("silent", "failed: OSError: no room")
     assert first["goodput"] == pytest.approx((31 - 10 - 0.4 - 0.5) / 31)
-
-
-def test_another_folder_and_one_run(cli: CommandLine) -> None:
     write_three()
     Path("runs").rename("elsewhere")
     for folder, names in (("elsewhere", [LONG, "failed", "done"]), ("elsewhere/done", ["done"])):
@@ -187,8 +184,7 @@ def test_fault_21_a_run_that_cannot_be_read_is_a_row(cli: CommandLine) -> None:
     Path(f"runs/{LONG}/config.yaml").write_text("&a [*a]")
     out, err = cli("ls")
     rows = {line.split()[0]: line.split()[1:] for line in out.split("\n\n")[1].splitlines()}
-    assert rows["failed"][0] == "unreadable"
-    assert rows["done"][:2] == ["finished", "20/20"]
+    assert (rows["failed"][0], rows["done"][:2]) == ("unreadable", ["finished", "20/20"])
     assert LONG in rows
     assert len(err.splitlines()) == 2
     assert f"runs/{LONG}/config.yaml is damaged: it must have at most 64 levels" in err

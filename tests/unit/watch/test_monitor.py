@@ -1,7 +1,5 @@
 """`shardwise monitor`: its JSON, its metrics for Prometheus, its end, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -44,7 +42,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_once(cli: CommandLine) -> None:
+def test_once_tells_every_field_that_the_page_names(cli: CommandLine) -> None:
     text = cli("monitor", "--once").out
     found = json.loads(text)
     assert text.count("\n") == 1
@@ -53,32 +51,24 @@ def test_once(cli: CommandLine) -> None:
     }  # fmt: skip
     assert (found["starts"], found["lost_steps"], found["warnings"]) == (2, 7, 2)
     assert found["straggler"] == {"rank": 3, "relative": 2.0, "own": 2.0}
-    assert found["train"]["loss"] == found["loss"]
-    assert found["eval"]["step"] == 30
+    assert (found["train"]["loss"], found["eval"]["step"]) == (found["loss"], 30)
     assert [rank["relative"] for rank in found["ranks"]] == [1, 1, 1, 2, 1, 1, 1, 1]
     assert [node["ranks"] for node in found["nodes"]] == [4, 4]
-
-
-def test_the_page_names_every_field(cli: CommandLine) -> None:
-    """And the fields are those of schema 1: to rename or to remove one, or to change its meaning, asks for schema 2."""
+    # And the fields are those of schema 1: to rename or to remove one, or to change its meaning, asks for schema 2.
     found = json.loads(cli("monitor", "--once").out)
     page = (Path(__file__).parents[3] / "docs/watching.md").read_text(encoding="utf-8")
     fields = {*found, *found["train"], *found["ranks"][0], *found["nodes"][0], *found["lost_seconds"]}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
 
 
-def test_an_object_each_interval_until_a_signal() -> None:
+def test_objects_and_metrics_come_until_a_signal(cli: CommandLine) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         with started("--interval", "0.02") as process:
             first, second = (json.loads(process.stdout.readline()) for _ in range(2))
             assert first["time"] < second["time"]
             process.send_signal(number)
             process.stdout.read()
-            assert process.wait(20) == 0
-            assert process.stderr.read() == ""
-
-
-def test_prometheus_until_a_signal(cli: CommandLine) -> None:
+            assert (process.wait(20), process.stderr.read()) == (0, "")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,23 +85,20 @@ def test_prometheus_until_a_signal(cli: CommandLine) -> None:
         assert process.stdout.read() == process.stderr.read() == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_what_is_refused(cli: CommandLine) -> None:
+    for arguments, said in (
         (["none"], "RUN (none) must be the folder of a run, it is not there: `shardwise ls` lists those of runs/"),
         (["--interval", "inf"], "--interval (inf) must be"),
         (["--prometheus", "70000"], "--prometheus (70000) must be a port from 1 to 65,535, such as 9400"),
         (["--prometheus", "9400", "--once"], "leave one of them out"),
         (["--prometheus", "9400", "--host", "name.invalid"], "must be a port of name.invalid that is free"),
-    ],
-)
-def test_what_is_refused(arguments: list[str], said: str, cli: CommandLine) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert said in cli.sentence("monitor", *arguments)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    ):
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            assert said in cli.sentence("monitor", *arguments)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("command", [["monitor", "--once"], ["report", "--json"], ["ls", "--json"]], ids=" ".join)
@@ -149,7 +136,7 @@ def registry_of(path: Path) -> CollectorRegistry:
     return registry
 
 
-def test_the_values(path: Path) -> None:
+def test_metrics_are_those_of_the_page_and_the_dashboard(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = scraped(registry_of(path))
     one = {"run": "one"}
     assert found["shardwise_train_step"] == [(one, 35.0)]
@@ -164,9 +151,6 @@ def test_the_values(path: Path) -> None:
     assert found["shardwise_node_cpu"][1] == (one | {"host": "node-001"}, 0.35)
     assert found["shardwise_run_heard_timestamp_seconds"][0][1] > FIRST
     assert "shardwise_run_eta_seconds" not in found, "what is unknown is left out: the run does not run"
-
-
-def test_the_page_and_the_dashboard_name_the_metrics(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise_watch.run.RunLock.is_held", lambda _: True)  # so that it has an ETA
     exported = scraped(registry_of(path))
     page = (DOCS / "watching.md").read_text(encoding="utf-8")

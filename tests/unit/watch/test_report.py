@@ -1,7 +1,5 @@
 """`shardwise report`: the page has the numbers that `--json` prints, whatever is in the run's folder."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
@@ -19,18 +18,7 @@ from shardwise_watch.step_metrics import PARTS, CurveColumn, StepCurve
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
 from tests.unit.watch import pages
-from tests.unit.watch.pages import (
-    DATA_PARALLEL,
-    HOSTILE,
-    TENSOR_PARALLEL,
-    Page,
-    events_of,
-    page_of,
-    report,
-    with_evaluations,
-    with_results,
-    write_events,
-)
+from tests.unit.watch.pages import HOSTILE, events_of, page_of, report, write_events
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +30,11 @@ def sixteen_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(sixteen_ranks: Path) -> Page:
+def page(sixteen_ranks: Path) -> pages.Page:
     return page_of(sixteen_ranks)
 
 
-def test_the_page_has_the_numbers_and_loads_nothing(sixteen_ranks: Path, page: Page, cli: CommandLine) -> None:
+def test_the_page_has_the_numbers_and_loads_nothing(sixteen_ranks: Path, page: pages.Page, cli: CommandLine) -> None:
     found = cli.facts("report", sixteen_ranks)
     assert page.loaded == ["data:,"], "nothing but an empty icon"
     assert found["numbers"]["final_loss"] == loss_of(60)
@@ -84,10 +72,10 @@ def write_resharded(path: Path) -> Path:
     """A run that a person stopped after step 10, and that went on at another layout."""
     change = f"parallel.tensor 2 → 1 {HOSTILE}"
     starts = [
-        Start(0, 10, "stopped by Ctrl-C (SIGINT)", mesh=TENSOR_PARALLEL),
-        Start(10, 20, mesh=DATA_PARALLEL, changes=(change, "train.steps 10 → 20")),
+        Start(0, 10, "stopped by Ctrl-C (SIGINT)", mesh=pages.TENSOR_PARALLEL),
+        Start(10, 20, mesh=pages.DATA_PARALLEL, changes=(change, "train.steps 10 → 20")),
     ]
-    run = write_run(path, starts, mesh=DATA_PARALLEL)
+    run = write_run(path, starts, mesh=pages.DATA_PARALLEL)
     events = events_of(run)
     for event in events:
         if event["event"] == "step" and event["step"] <= 10:
@@ -98,7 +86,7 @@ def write_resharded(path: Path) -> Path:
 def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, cli: CommandLine) -> None:
     run = write_resharded(tmp_path / "run")
     written = report(run)
-    page = Page(written)
+    page = pages.Page(written)
     found = cli.facts("report", run)
     assert found["layouts"] == [[0, "TP 2 + SP"], [10, "DP 2"]]
     events = {(event["kind"], event["step"]): event["text"] for event in found["events"]}
@@ -120,20 +108,27 @@ def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, cli: CommandL
     assert found["lost_seconds"]["restart"] == 0
     assert "1 continuation;" in found["verdict"]
     assert re.search(r'<text x="[^"]+" y="\d+" text-anchor="end">DP 2</text>', written), "the line has no label"
-    other = write_run(tmp_path / "other", mesh=DATA_PARALLEL)
+    other = write_run(tmp_path / "other", mesh=pages.DATA_PARALLEL)
     compared = cli.facts("report", run, other)["compared"]
     assert (compared["config"], compared["layouts"]) == ([], ["TP 2 + SP to step 10, then DP 2", "DP 2"])
 
 
-def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(page: Page) -> None:
+def test_the_page_opens_with_the_verdict_and_has_all_ranks(page: pages.Page) -> None:
     text = page.text
     first = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 49.7% of the time was lost."
     curve = "Training loss, dots: evaluation"
     parts = (first, curve, "in steps that count", f"To be {HOSTILE}", "goodput", "Learning rate")
     places = [text.index(part) for part in parts]
     assert places == sorted(places), "the order of the page"
-    assert text.count("The run: ") == 1
-    assert text.count(curve) == 1
+    assert (text.count("The run: "), text.count(curve)) == (1, 1)
+    # The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse.
+    page.says("Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts")
+    page.says("from 14.0 GiB on rank 0 to 14.2 GiB on rank 15", "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB")
+    (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
+    assert bars["suffix"] == " GiB"
+    assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]
+    (told,) = page.ranks
+    assert (told["axes"], told["ranks"][5]) == (["pp", "dp", "tp"], [5, 0, 2.0, 14.08, 0, 1, 1])
 
 
 def test_a_failure_stands_at_the_top(tmp_path: Path, cli: CommandLine) -> None:
@@ -143,8 +138,7 @@ def test_a_failure_stands_at_the_top(tmp_path: Path, cli: CommandLine) -> None:
     page = page_of(run)
     block = f"FAILED at step 25: {cause}.\n5 steps since checkpoint 20 are lost"
     page.says(block, "Failed after 25 of 60 steps in ", "odd & <b>")
-    assert page.text.count(cause) == 1
-    assert page.tags.count("script") == 1
+    assert (page.text.count(cause), page.tags.count("script")) == (1, 1)
     assert cli.facts("report", run)["failure"] == block.splitlines()
 
 
@@ -155,27 +149,10 @@ FACTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "numbers", "sentence"),
-    [
-        ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2.0% of the time was lost."),
-        (
-            {"starts": 4, "later_starts_text": "2 restarts, 1 continuation", "useful_seconds": 181.9},
-            {"final_eval_loss": 0.97},
-            "Finished 480 steps in 3 min 02 s at loss 0.9321 (evaluation 0.97); 2 restarts, 1 continuation; "
-            "less than 0.5% of the time was lost.",
-        ),
-        (
-            {"state": "killed", "steps": 1000},
-            {"final_loss": math.nan},
-            "Was killed after 480 of 1,000 steps in 3 min 02 s at loss NaN; no restarts; 2.0% of the time was lost.",
-        ),
-        ({"state": "running", "steps": None, "seconds": None}, {}, "Is running, with 480 steps done at loss 0.9321."),
-        ({"state": "failed", "step": 0, "seconds": None}, {"final_loss": None}, "Failed before the first step."),
-    ],
-)
-def test_verdict(changes: dict[str, object], numbers: dict[str, object], sentence: str) -> None:
-    assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
+def test_verdict() -> None:
+    rows = yaml.safe_load(Path(__file__).with_name("verdicts.yaml").read_text(encoding="utf-8"))
+    for changes, numbers, sentence in rows:
+        assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
 
 
 def test_loads_of_experts_have_maps(tmp_path: Path, cli: CommandLine) -> None:
@@ -263,13 +240,12 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     labels: list[str] = []
     monkeypatch.setattr(axes, "axvline", lambda _, place, **__: places.append(place))
     monkeypatch.setattr(axes, "text", lambda _, x, y, text, **__: labels.append(text))
-    starts = [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
-    run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL, experts=True)
+    starts = [Start(0, 10, mesh=pages.TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
+    run = write_run(tmp_path / "run", starts, mesh=pages.DATA_PARALLEL, experts=True)
     report(run, "--png", tmp_path / "png")
     drawn = {file.stem for file in (tmp_path / "png").iterdir()}
     assert drawn >= {"expert_loads", "largest_loads", "expert_entropy"}
-    assert set(places) == {10.5, 15.5}
-    assert set(labels) == {" DP 2"}
+    assert (set(places), set(labels)) == ({10.5, 15.5}, {" DP 2"})
     assert (tmp_path / "png/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -299,18 +275,6 @@ def test_what_is_unknown_is_no_zero(tmp_path: Path) -> None:
     assert "0.00 s" not in page_of(run).text, "no time is told of a checkpoint"
 
 
-def test_ranks_and_their_layout(page: Page) -> None:
-    """The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse."""
-    page.says("Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts")
-    page.says("from 14.0 GiB on rank 0 to 14.2 GiB on rank 15", "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB")
-    (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
-    assert bars["suffix"] == " GiB"
-    assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]
-    (told,) = page.ranks
-    assert told["axes"] == ["pp", "dp", "tp"]
-    assert told["ranks"][5] == [5, 0, 2.0, 14.08, 0, 1, 1]
-
-
 def test_restarts_tell_their_causes(tmp_path: Path, cli: CommandLine) -> None:
     run = write_run(tmp_path / "run", [Start(0, 8, None), Start(5, 20)])
     lost = ending("lost node", FIRST, 19.0, 8, text="node-001 does not answer\nand more", job="17")
@@ -326,7 +290,7 @@ def test_restarts_tell_their_causes(tmp_path: Path, cli: CommandLine) -> None:
     page_of(run).says(text)
 
 
-def test_a_long_curve_keeps_its_spikes() -> None:
+def test_long_and_steep_curves_keep_their_shape() -> None:
     values = [1.0] * 100_000
     values[54_321] = 9.0
     rows = curve_columns(range(1, 100_001), values)
@@ -335,10 +299,7 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     (spike,) = (row for row in rows if row.largest > 1.0)
     assert spike[1:] == (1.0, pytest.approx(1 + 8 / (spike.step - rows[rows.index(spike) - 1].step)), 9.0)
     assert curve_columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [(2, 2.0, 2.0, 2.0)]
-
-
-def test_few_columns_do_not_flatten_the_rest() -> None:
-    """The steep beginning leaves the chart, which says how far; a curve without one is shown whole."""
+    # The steep beginning leaves the chart, which says how far; a curve without one is shown whole.
     falling = [CurveColumn(step, value, value, value) for step in range(1, 101) for value in [2 + 9 / step**2]]
     chart = line_chart("x", {"a": StepCurve(falling)})
     assert "axis cut: values reach to 11<" in chart
@@ -379,7 +340,7 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
 
 
 def test_scores_of_tasks_are_the_first_table(tmp_path: Path, cli: CommandLine) -> None:
-    run = with_evaluations(write_run(tmp_path / "run", [Start(0, 20)]))
+    run = pages.with_evaluations(write_run(tmp_path / "run", [Start(0, 20)]))
     found = cli.facts("report", run)["tasks"]
     acc = {"task": HOSTILE, "metric": "acc", "step": 20, "score": 0.5, "stderr": 0.1, "first_step": 10, "first": 0.25}
     strict = {"metric": "exact_match (strict)", "score": 0.5, "first": 0.5, "stderr": None}
@@ -451,11 +412,11 @@ def test_the_page_names_the_commit_of_its_run(tmp_path: Path) -> None:
 def test_the_text_is_whole_and_has_no_marks(tmp_path: Path, cli: CommandLine) -> None:
     long = "a < b and c > d; " * 200
     sample = f"<s>To be</s><s> or <|endoftext|>not {long}<div></div><eos>[PAD][PAD]"
-    run = with_results(write_run(tmp_path / "run"), sample=sample)
+    run = pages.with_results(write_run(tmp_path / "run"), sample=sample)
     text = f"To be\n\nor\nnot {long}<div></div>"
     assert cli.facts("report", run)["sample"].replace("\n\n", "\n") == text.replace("\n\n", "\n")
     page = report(run)
     assert "not a &lt; b" in page
-    assert long.strip() in Page(page).text
+    assert long.strip() in pages.Page(page).text
     style = re.search(r"\.sample \{([^}]*)\}", page)
     assert "max-height" not in style[1]

@@ -1,7 +1,5 @@
 """`shardwise report` of several runs: what is laid over each other, differences, and the choices on the page."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

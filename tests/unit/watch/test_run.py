@@ -1,7 +1,5 @@
 """What a run's folder tells: its steps, its ranks, its state; from old, damaged and unreadable folders too."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -55,13 +53,10 @@ def test_both_ways_of_reading_tell_the_same(whole: bool, restarted: Path) -> Non
     assert (run.step, run.steps, run.lost.starts) == (130, 130, 3)
     assert run.lost.steps == 7 + 5
     assert (run.series.steps[-1], run.series.numbers["loss"][-1]) == (130, loss_of(130))
-
-
-def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
-    run = opened(restarted, whole=True)
-    assert list(run.series.steps) == list(range(1, 131))
-    assert all(len(column) == 130 for column in (*run.series.numbers.values(), *run.series.parts.values()))
-    assert [one["step"] for one in run.evaluations] == list(range(10, 131, 10))
+    series = all_of_it.series
+    assert list(series.steps) == list(range(1, 131)), "steps that were undone are left out"
+    assert all(len(column) == 130 for column in (*series.numbers.values(), *series.parts.values()))
+    assert [one["step"] for one in all_of_it.evaluations] == list(range(10, 131, 10))
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
@@ -89,40 +90,19 @@ def test_one_conversation_in_a_sequence_that_is_too_short_is_cut_or_left_out(tmp
     text = "Who are you? A model, a user and an assistant. " * 20
     keys = {"path": path, "tokenizer": saved_tokenizer(tmp_path / "base", text, 262, chat=True), **CHAT}
     data = prepare_data(config(16, **keys), tmp_path)
-    assert (
-        "2 conversations cut at train.sequence_length + 1 (17 tokens); 2 conversations left out, whose" in data.summary
-    )
+    assert "2 conversations cut at train.sequence_length + 1 (17 tokens); 2 conversations left out" in data.summary
     said = "(4 conversations at data.split=1,0) must have an answer that begins"
     assert said in refusal(config(3, **keys), tmp_path)
 
 
-LINES = {
-    "{": "line 2 is not JSON",
-    '{"a": ' + "[" * 70 + "]" * 70 + "}": "line 2 is not JSON that can be read (it has more than 64 levels",
-    "[]": 'line 2 is JSON but not an object: each line must read like {"messages"',
-    '{"text": "a"}': "line 2 has no field 'messages': set data.text_key to the field that holds the messages (text)",
-    '{"messages": "a"}': "line 2: the field 'messages' must hold a list of messages, each with a role and a",
-    '{"messages": [1]}': "line 2: messages.0 must be an object with a role and a content, not int",
-    '{"messages": [{"content": "a"}]}': "line 2: messages.0 has no role, and it must be system, developer, user",
-    '{"messages": [{"role": "bot", "content": "a"}]}': "line 2: messages.0 has the role 'bot', and it must be system",
-    '{"messages": [{"role": "user", "content": null}]}': "line 2: messages.0.content must be text, or a list of parts",
-    '{"messages": [{"role": "user", "content": "a"}]}': "must have a message of the role assistant, whose text is "
-    "learned, and its roles are user: remove it",
-    '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "all of them have the weight 0, or are in",
-    '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}': "and it is list of others: mend",
-    '{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}': "'tools' must hold a list of objects",
-    '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': "must be without",
-    '{"conversations": [{"from": "function_call", "value": "Ulm"}]}': "conversations.0.value must be the JSON of",
-    '{"conversations": [{"from": "function_call", "value": "[]"}]}': '{"name": "…", "arguments": {…}}, or of a list of',
-    '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",
-}
+LINES = yaml.safe_load(Path(__file__).with_name("chat_lines.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_line_that_holds_no_conversation_is_refused(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(("line", "text"), LINES)
+def test_a_line_that_holds_no_conversation_is_refused(line: str, text: str, tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD}, line)
     said = refusal(config(path=path, format="chat"), tmp_path)
-    assert LINES[line] in said
+    assert text in said
     assert path in said
 
 
@@ -180,10 +160,9 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     written(tmp_path / "a.jsonl", *rows)
-    of_table, of_lines = (
-        conversations_of_file(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl")
-    )
-    assert [chat.messages for _, chat in of_table] == [chat.messages for _, chat in of_lines]
+    both = (conversations_of_file(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl"))
+    of_table, of_lines = ([chat.messages for _, chat in chats] for chats in both)
+    assert of_table == of_lines
     with pytest.raises(DataError, match=r"has no column 'talk': set data\.text_key to .* \(messages\)"):
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
 

@@ -26,12 +26,8 @@ ROWS = [np.random.default_rng(number).integers(0, 512, 40 + number).tolist() for
 JOINED = [*chain(*ROWS)]
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    datasets.disable_progress_bars()
-
-
 def save_splits(at: Path, columns: dict[str, Any], **ends: tuple[int, int]) -> Path:
+    datasets.disable_progress_bars()
     whole = datasets.Dataset.from_dict(columns)
     tables = {name: whole.select(range(*rows)) for name, rows in ends.items()}
     datasets.DatasetDict(tables).save_to_disk(at, num_shards=dict.fromkeys(tables, 2))
@@ -84,7 +80,9 @@ def test_what_is_cached_is_of_one_table_and_its_splits(tmp_path: Path) -> None:
     assert prepared(saved_rows(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != before
 
 
-def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
+def test_rows_of_tokens_are_joined_and_saved_data_need_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No tokenizer, no end of document; one entry serves every length."""
     path = saved_rows(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
     data = prepared(path, split="1,0")
@@ -99,23 +97,17 @@ def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
             at = next(n for n in range(0, len(JOINED), length) if JOINED[n : n + length] == ids)
             assert targets == JOINED[at + 1 : at + length + 1]
     assert list((tmp_path / "cache/tokens").iterdir()) == [entry]
-
-
-def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]
     assert prepared(text).fingerprint == prepared(text).fingerprint
     assert "has no column 'other'" in failure(text, text_key="other")
-
-
-def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"datasets, which is not installed: pip install 'shardwise\[datasets\]'"):
         fetch_dataset(DataConfig(dataset="acme/tiny"), None)
 
 
-def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
+def test_splits_must_be_chosen_and_hold_one_kind(tmp_path: Path) -> None:
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, first=(0, 80), second=(80, 100))
     assert failure(path) == (
         f"data.split (95,5) must name the splits of data.path ({path}) to read, it has first and second: such as "
@@ -125,9 +117,6 @@ def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
     assert failure(path, split="train,test").endswith("it has none with names: give weights, such as 95,5")
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     assert failure(tmp_path / "a.txt", split="train,test").endswith("is no data set with splits")
-
-
-def test_a_column_is_text_in_all_splits_or_tokens_in_all(tmp_path: Path) -> None:
     tables = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in (("a", TEXTS), ("b", ROWS))}
     datasets.DatasetDict(tables).save_to_disk(tmp_path / "saved")
     assert failure(tmp_path / "saved", split="a,b") == (
@@ -165,21 +154,18 @@ def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_p
     assert failure(path).startswith(f"{path / 'dataset_dict.json'} must name what lies in its own folder: '{outside}'")
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
+def test_a_card_names_no_file_outside_of_its_repository() -> None:
+    for address in (
         "https://example.org/train.parquet",
         "{}../other@main/train.parquet",
         "zip://../a.jsonl::{}texts.zip",
         "/tmp/{}a.parquet",
-    ],
-)
-def test_a_card_names_no_file_outside_of_its_repository(address: str) -> None:
-    place = "hf://datasets/acme/tiny@0123/"
-    tables, named = _HubTables("acme/tiny", None, Path("0123")), address.format(place)
-    tables._require_own_files(place, {"train": [f"{place}en/a.parquet", f"zip://texts/a.jsonl::{place}texts.zip"]})
-    with pytest.raises(DataError, match=rf"its card names {re.escape(named)}: set data\.path"):
-        tables._require_own_files(place, {"train": [f"{place}a.parquet", named]})
+    ):
+        place = "hf://datasets/acme/tiny@0123/"
+        tables, named = _HubTables("acme/tiny", None, Path("0123")), address.format(place)
+        tables._require_own_files(place, {"train": [f"{place}en/a.parquet", f"zip://texts/a.jsonl::{place}texts.zip"]})
+        with pytest.raises(DataError, match=rf"its card names {re.escape(named)}: set data\.path"):
+            tables._require_own_files(place, {"train": [f"{place}a.parquet", named]})
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:
@@ -192,14 +178,12 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     assert failure(path) == f"{path}/state.json must list the data set's files: save it again"
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits/dataset_dict.json").write_text('{"splits": []}', encoding="utf-8")
-    assert failure(tmp_path / "splits") == (
-        f"{tmp_path}/splits/dataset_dict.json must list the data set's splits: save it again"
-    )
+    said = f"{tmp_path}/splits/dataset_dict.json must list the data set's splits: save it again"
+    assert failure(tmp_path / "splits") == said
     (tmp_path / "folder").mkdir()
     assert "it has neither state.json nor dataset_dict.json" in failure(tmp_path / "folder", format="datasets")
-    assert failure(saved_rows(tmp_path / "none", text=[])) == (
-        f"{tmp_path}/none is a data set without rows: save one that has some"
-    )
+    said = f"{tmp_path}/none is a data set without rows: save one that has some"
+    assert failure(saved_rows(tmp_path / "none", text=[])) == said
 
 
 @pytest.mark.parametrize("column", ["text", "input_ids"])

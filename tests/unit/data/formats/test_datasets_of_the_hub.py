@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.hub_user import HubUser
@@ -15,16 +16,7 @@ from tests.loopback_hub import TOKEN, Site, serve
 from tests.unit.data.small_runs import stories
 
 TEXTS = stories()[:100]
-CARD = b"""---
-configs:
-- config_name: en
-  data_files:
-  - {split: train, path: en/train-*.parquet}
-  - {split: validation, path: en/validation.parquet}
-- config_name: de
-  data_files: de/*.parquet
----
-"""
+CARD, REFUSED = yaml.safe_load(Path(__file__).with_name("hub.yaml").read_text(encoding="utf-8")).values()
 
 
 def parquet(texts: list[str]) -> bytes:
@@ -35,7 +27,7 @@ def parquet(texts: list[str]) -> bytes:
 
 FILES = {
     "main": {
-        "README.md": CARD,
+        "README.md": CARD.encode(),
         "en/train-0.parquet": parquet(TEXTS[:50]),
         "en/train-1.parquet": parquet([*TEXTS[50:80], ""]),
         "en/validation.parquet": parquet(TEXTS[80:]),
@@ -148,23 +140,8 @@ def user(tmp_path: Path, site: Site) -> User:
 def test_what_the_hub_refuses_and_what_the_cache_serves_without_network(user: User, site: Site) -> None:
     page = f"{site.address}/datasets/acme"
     account = f"set HF_TOKEN to a token of that account ({site.address}/settings/tokens)"
-    cases = {
-        "acme/gated": f"data.dataset (acme/gated) is gated: accept its licence on {page}/gated, then {account} "
-        "(`shardwise explain gated-repository`)",
-        "acme/private": f"data.dataset (acme/private) is no path, and {site.address} has no such repository that this "
-        f"account may read: check the name, or accept the licence on {page}/private and {account}",
-        "acme/tiny@v9": "the revision of data.dataset (v9) must be a branch, tag or commit of acme/tiny: see "
-        f"{page}/tiny",
-        "acme/tiny": "data.config must name a configuration of acme/tiny: en or de",
-        "acme/tiny fr": "data.config (fr) must name a configuration of acme/tiny: en or de",
-        "acme/tiny de train,test": "data.split (train,test) must name splits of data.dataset (acme/tiny de): it has "
-        "train",
-        "./wiki": "data.dataset (./wiki) must be stories, python, tiny or chat or a hub id, and a path is named by "
-        "data.path: a hub id reads owner/name, of letters, digits, '-', '_' and '.'",
-        "acme/tiny@": "data.dataset (acme/tiny@) must have a branch, tag or commit after @, or no @",
-        "acme/broken": f"data.dataset (acme/broken) cannot be fetched: {site.address} answers with status 500; try "
-        "again later",
-    }
+    places = {"page": page, "account": account, "address": site.address}
+    cases = {case: text.format(**places) for case, text in REFUSED.items()}
     jobs = [dict(zip(("dataset", "config", "split"), case.split(), strict=False)) for case in cases]
     own, job = {"dataset": "acme/gated", "config": "de", "HF_TOKEN": TOKEN}, {"dataset": "acme/tiny", "config": "de"}
     sources = {"far": {"dataset": "acme/tiny", "config": "de", "weight": 1}, "own": {"dataset": "tiny"}}

@@ -99,7 +99,7 @@ def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     assert prepare_data(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
 
 
-def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
+def test_parts_are_consecutive_and_fingerprints_are_theirs(folder: str, tmp_path: Path) -> None:
     chosen = config(folder, split="10,3,2", eval_every=1)
     data = prepare_data(chosen, tmp_path / "cache")
     assert isinstance(data, _PreparedShards)
@@ -108,16 +108,13 @@ def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
     assert sorted(copied) == ["locks", "shards"], "nothing but what is compressed is copied"
     assert len(list((tmp_path / "cache" / "shards").iterdir())) == 1
     assert [data.count(part) // 16 for part in ("train", "eval", "test")] == [10, 3, 2]
-    assert data.beginning("eval", 18)[1] == 110
-    assert data.beginning("eval", 18)[17] == 111
+    assert (data.beginning("eval", 18)[1], data.beginning("eval", 18)[17]) == (110, 111)
     assert len(data.beginning("test", 100)) == 32
     for part, rows in (("train", range(10)), ("eval", range(10, 13)), ("test", range(13, 15))):
         for make in (make_batches, make_evaluation_batches):
             (batch,) = make(chosen, data, part).eval_batches(1, len(rows), 0, 1, len(rows))
             assert numbers(batch) == list(rows)
 
-
-def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
     def fingerprint(path: str, split: str = "2,1", **data: object) -> str:
         return prepare_data(config(path, split=split, **data), tmp_path / "cache").fingerprint
 
@@ -148,12 +145,18 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     assert damaged.endswith("): it is damaged, copy it again")
 
 
-def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
+def test_another_length_and_a_missing_library_are_told(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.hdf5", arrays(4, length=32))
     assert refusal(config(path), tmp_path / "cache") == (
         f"{path}: the sequences (32 tokens) must have those of train.sequence_length (16): set "
         "train.sequence_length=32, or name other shards (`shardwise explain length-of-shards`)"
     )
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    problem = refusal(config(folder), tmp_path)
+    assert problem.startswith("HDF5 shards need h5py (")
+    assert problem.endswith("): pip install 'shardwise[hdf5]'")
 
 
 @pytest.mark.parametrize(
@@ -177,13 +180,6 @@ def test_a_value_that_no_model_reads_is_named_when_it_is_read(
         batches.global_batch(0, 8)
     assert str(caught.value).startswith(f"{path}: row 6: {text}")
     assert batches.collate(np.arange(5), np.zeros(5, np.int64), np.arange(5)).counts[1] == 5, "the others are read"
-
-
-def test_without_h5py_a_sentence_names_it(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    problem = refusal(config(folder), tmp_path)
-    assert problem.startswith("HDF5 shards need h5py (")
-    assert problem.endswith("): pip install 'shardwise[hdf5]'")
 
 
 @pytest.mark.parametrize(

@@ -36,25 +36,21 @@ def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     assert isinstance(data, _PreparedDocuments)
     assert data.tokenizer_path is None
     assert (data.count("train"), data.count("eval"), data.count("test")) == (380, 20, 0)
-    assert data.beginning("eval", 3) == [38, 38, 38]
-    assert data.beginning("test", 3) == []
+    assert (data.beginning("eval", 3), data.beginning("test", 3)) == ([38, 38, 38], [])
     assert data.summary == f"{prefix}{ending}: 800 B, 40 documents, 380 training and 20 evaluation tokens"
     assert not (tmp_path / "cache").exists(), "nothing is copied"
 
 
-@pytest.mark.parametrize(
-    ("documents", "split", "bounds"),
-    [
+def test_splits_are_those_of_megatron() -> None:
+    """Cumulative shares, rounded half to even."""
+    for documents, split, bounds in (
         (1000, (980, 10, 10), [0, 980, 990, 1000]),
         (7, (969, 30, 1), [0, 7, 7, 7]),
         (11, (90, 5, 5), [0, 10, 10, 11]),
         (30, (95, 5, 0), [0, 28, 30, 30]),
         (3, (1, 0, 0), [0, 3, 3, 3]),
-    ],
-)
-def test_splits_are_those_of_megatron(documents: int, split: tuple[float, ...], bounds: list[int]) -> None:
-    """Cumulative shares, rounded half to even."""
-    assert part_bounds(documents, split) == bounds
+    ):
+        assert part_bounds(documents, split) == bounds
 
 
 @pytest.mark.parametrize(("packing", "bytes_each"), [("cut", 12), ("best_fit", 0)])
@@ -75,7 +71,7 @@ def test_a_document_takes_few_bytes_of_memory_and_no_object(packing: str, bytes_
     assert (kept[100_000] - kept[1000]) / 99_000 < bytes_each + 0.5
 
 
-def test_three_parts(tmp_path: Path) -> None:
+def test_three_parts_and_their_evaluation(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data", 100), split="80,10,10", eval_every=1)
     data = prepare_data(chosen, tmp_path / "cache")
     assert [data.count(part) for part in ("train", "eval", "test")] == [800, 100, 100]
@@ -90,9 +86,6 @@ def test_three_parts(tmp_path: Path) -> None:
         batches = make(chosen, data, "eval").eval_batches(8, 1, 0, 1, 1)
         found = np.concatenate([batch.inputs["targets_SB"].T for batch in batches]).ravel()
         assert found[found != IGNORE].tolist() == wanted[:counted]
-
-
-def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data"), split="1,1")
     data = prepare_data(chosen, tmp_path / "cache")
 
@@ -108,7 +101,7 @@ def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     assert own == rows(make_evaluation_batches, "eval", 1), "an evaluation begins with what a run's own ones see"
 
 
-def test_a_blend(tmp_path: Path) -> None:
+def test_blends_and_fingerprints_of_data(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", 40), write(tmp_path / "b", 40, first=100)
     chosen = config(blend=[0.75, first, 0.25, second], eval_every=1)
     data = prepare_data(chosen, tmp_path / "cache")
@@ -121,9 +114,6 @@ def test_a_blend(tmp_path: Path) -> None:
     twice = config(blend=[1, first, 1, first])
     ids_SB = batches_of(twice, tmp_path / "cache").global_batch(0, 40).inputs["ids_SB"]
     assert not np.array_equal(ids_SB[:, ::2], ids_SB[:, 1::2]), "the same data twice go in two orders"
-
-
-def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     one, copy = write(tmp_path / "a"), write(tmp_path / "copy" / "a")
     other = write(tmp_path / "b", first=50)

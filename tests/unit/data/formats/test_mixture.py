@@ -113,19 +113,15 @@ def test_an_evaluation_has_all_sources_that_hold_samples_out(place: Path) -> Non
     assert data.count("eval") == sum(source.count("eval") for source in data.sources.values())
 
 
-def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place: Path) -> None:
+def test_sources_of_text_share_a_tokenizer_and_others_are_refused(place: Path) -> None:
     (place / "more.txt").write_text(TEXT * 40, encoding="utf-8")
     mixture = {"lines": {"path": str(place / "lines.jsonl"), "weight": 1}, "more": {"path": str(place / "more.txt")}}
     chosen = config(mixture, [{"at": 1, "weights": {"more": 1}}])
     data = prepare_data(chosen, place / "cache")
     texts = [source.tokenizer_path for source in data.sources.values()]
-    assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {
-        (data.tokenizer_path / "tokenizer.json").read_bytes()
-    }
+    trained = (data.tokenizer_path / "tokenizer.json").read_bytes()
+    assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {trained}
     assert [name for name, _ in preview_data(chosen).rows] == ["data, lines", "data, more", "tokenizer", "held out"]
-
-
-def test_sources_that_cannot_be_read_are_refused(place: Path) -> None:
     mixture = {name: four_sources(place)[name] for name in ("tokens", "lines")}
     said = refusal(config(mixture), place / "cache")
     assert "must be the one that made the tokens of data.mixture.tokens" in said
@@ -144,7 +140,7 @@ RECORDED = [
 ]
 
 
-def test_stages_begin_at_the_samples_of_their_steps() -> None:
+def test_stages_begin_at_samples_and_those_of_the_past_stay() -> None:
     chosen = config(MIXTURE, [CODE, LATER])
     assert continued_stages(chosen, (), 0, 0) == [MixtureStage(**stage) for stage in RECORDED]
     # After the steps before them, where batches are skipped.
@@ -154,31 +150,16 @@ def test_stages_begin_at_the_samples_of_their_steps() -> None:
     chosen = config(MIXTURE, [CODE, {"at": 8, "weights": {"web": 1}}], batch=6)
     other = [MixtureStage(4, 48, {"code": 1.0}), MixtureStage(8, 78, {"web": 1.0})]
     assert continued_stages(chosen, RECORDED, step=5, position=60)[1:] == other
-
-
-STORED = config(MIXTURE, [CODE, LATER]).recorded()
-
-
-@pytest.mark.parametrize(
-    "stages",
-    [
-        [LATER],
-        [{"at": 4, "weights": {"code": 2}}, LATER],
-        [{"at": 3, "weights": {"code": 1}}, LATER],
-        [{"at": 2, "weights": {"web": 1}}, CODE],
-    ],
-)
-def test_a_stage_in_the_past_is_refused(stages: list[dict[str, Any]]) -> None:
-    (problem,) = changed_size_stages(STORED, config(MIXTURE, stages), 5)
-    assert problem.startswith("the stages before step 5, ")
-    assert problem.endswith(" must begin at 5 or later")
-
-
-def test_the_weights_of_the_beginning_stay() -> None:
+    stored = config(MIXTURE, [CODE, LATER]).recorded()
+    earlier = {"at": 3, "weights": {"code": 1}}, {"at": 2, "weights": {"web": 1}}
+    for stages in ([LATER], [{"at": 4, "weights": {"code": 2}}, LATER], [earlier[0], LATER], [earlier[1], CODE]):
+        (problem,) = changed_size_stages(stored, config(MIXTURE, stages), 5)
+        assert problem.startswith("the stages before step 5, "), stages
+        assert problem.endswith(" must begin at 5 or later"), stages
     mixture = MIXTURE | {"web": {"path": "web", "weight": 2}}
-    (problem,) = changed_size_stages(STORED, config(mixture, [LATER]), 4)
+    (problem,) = changed_size_stages(stored, config(mixture, [LATER]), 4)
     assert "the weights of data.mixture ({'web': 3.0, 'code': 1.0})" in problem
-    assert changed_size_stages(STORED, config(MIXTURE, [LATER]), 4) == []
+    assert changed_size_stages(stored, config(MIXTURE, [LATER]), 4) == []
     renamed = {name.upper(): source for name, source in mixture.items()}
     other = {"at": 6, "weights": {"MATH": 1}}
-    assert changed_size_stages(STORED, config(renamed, [other]), 5) == [], "other data, which --change allows"
+    assert changed_size_stages(stored, config(renamed, [other]), 5) == [], "other data, which --change allows"

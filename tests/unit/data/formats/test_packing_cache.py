@@ -128,16 +128,13 @@ def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path
         batches.close()
 
 
-def test_samples_of_each_length_and_split_are_their_own(at: Path, tmp_path: Path) -> None:
+def test_samples_are_of_a_length_and_split_and_need_ends(at: Path, tmp_path: Path) -> None:
     for length in (LENGTH, 2 * LENGTH):
         for split, parts in (("1,0", {"train": TEXTS}), ("50,50", {"train": TEXTS[:30], "eval": TEXTS[30:]})):
             settings = config(path=str(at / "all"), split=split, length=length)
             data = prepare_data(settings, tmp_path)
             for part, texts in parts.items():
                 assert sorted(documents_in(epoch(settings, data, part))) == expected(texts, at, length)
-
-
-def test_data_without_ends_of_documents_are_refused(at: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(" ".join(TEXTS))
     end = Tokenizer.load(at / "tokenizer").end_of_document_id
     said = refusal(config(path=str(tmp_path / "one.txt"), tokenizer=str(at / "tokenizer")), tmp_path)

@@ -25,16 +25,11 @@ def config(vocab_size: int = 512, length: int = 64, eval_every: int = 0, **data:
     return sized(vocab_size, length, eval_every, family="bert", **data)
 
 
-def causal() -> Config:
-    return sized(512, 64, 0)
-
-
 def texts(data: PreparedData, part: str) -> list[list[str]]:
     """The sentences of each document, decoded."""
     tokenizer, found = Tokenizer.load(data.tokenizer_path), data.sentences[part]
     tokens = data.tokens["train"] if part == "train" else data.tokens["eval"]
-    assert found.bounds[-1] == len(tokens)
-    assert found.documents[-1] == len(found.bounds) - 1
+    assert (found.bounds[-1], found.documents[-1]) == (len(tokens), len(found.bounds) - 1)
     pieces = [tokenizer.decode(tokens[a:b]) for a, b in zip(found.bounds, found.bounds[1:], strict=False)]
     return [pieces[a:b] for a, b in zip(found.documents, found.documents[1:], strict=False)]
 
@@ -47,7 +42,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_sentences_are_those_of_the_documents(filled: Path) -> None:
+def test_sentences_are_those_of_the_documents_and_masked_as_configured(filled: Path) -> None:
     data = prepare_data(config(), filled)
     assert data.pair_tokens == PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
     documents = texts(data, "train") + texts(data, "eval")
@@ -65,9 +60,6 @@ def test_sentences_are_those_of_the_documents(filled: Path) -> None:
     for name, array in sorted(batches.global_batch(1000, 32).inputs.items()):
         digest.update(name.encode() + np.ascontiguousarray(array).astype("<i8").tobytes())
     assert digest.hexdigest()[:16] == "4972519b16f86ad0"
-
-
-def test_masking_is_as_configured(filled: Path) -> None:
     for keys, predictions, masked in (
         ({}, 10, 9),  # ⌈0.15 · 64⌉; of at most 61 tokens 9
         ({"masked_fraction": 0.5, "max_predictions": 20}, 20, 20),
@@ -101,7 +93,7 @@ def test_damaged_sentences_are_prepared_anew(filled: Path, tmp_path: Path) -> No
         assert np.array_equal(second.sentences["train"].bounds, bounds)
 
 
-def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
+def test_special_names_are_text_and_little_text_is_refused(tmp_path: Path) -> None:
     """A text about BERT does not end segments or hide words."""
     words = " ".join(stories()[:40])
     (tmp_path / "a.txt").write_text(words + "Put [SEP] after [MASK] and [CLS].\n", encoding="utf-8")
@@ -110,9 +102,6 @@ def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
     assert texts(data, "train")[0][-1] == "\nPut [SEP] after [MASK] and [CLS]."
     assert len(data.tokens["eval"]) == 0
     assert make_batches(config(300), data, "eval") is None
-
-
-def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(stories()[0], encoding="utf-8")
     chosen = {"path": str(tmp_path / "a.txt")}
     said = refusals(config(262, 2000, 1, **chosen), tmp_path / "cache")
@@ -129,7 +118,7 @@ def test_a_users_tokenizer_makes_pairs(filled: Path, tmp_path: Path) -> None:
     data = prepare_data(config(600, tokenizer=str(own)), tmp_path / "b")
     assert data.pair_tokens == trained.pair_tokens
     assert np.array_equal(data.tokens["train"], trained.tokens["train"])
-    without = prepare_data(causal(), tmp_path / "a").tokenizer_path
+    without = prepare_data(sized(512, 64, 0), tmp_path / "a").tokenizer_path
     size, marks = refusals(config(511, tokenizer=str(without)), tmp_path / "b")
     assert "(512) must be at most model.vocab_size (511)" in size
     assert marks.startswith(

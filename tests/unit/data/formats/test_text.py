@@ -53,8 +53,7 @@ def cached(filled: Path, tmp_path: Path) -> Path:
 
 def test_tokens_decode_to_the_documents(filled: Path) -> None:
     data = prepare_data(config(), filled)
-    assert data.tokens["train"].dtype == np.uint16
-    assert data.vocab_size == 512
+    assert (data.tokens["train"].dtype, data.vocab_size) == (np.uint16, 512)
     train, held = (text_of(data, data.tokens[part]).split("<|endoftext|>") for part in ("train", "eval"))
     assert train.pop() == held.pop() == ""
     assert sorted(train + held) == sorted(stories())
@@ -260,7 +259,7 @@ def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[
     return parts, split.held_out is not None
 
 
-def test_many_documents_are_held_out_whole_and_from_everywhere() -> None:
+def test_documents_are_held_out_whole_and_a_long_one_by_its_end() -> None:
     texts = [[f"document {number}\n" * (number % 7 + 1)] for number in range(400)]
     parts, whole = divided(texts, (95, 5))
     assert whole
@@ -268,13 +267,9 @@ def test_many_documents_are_held_out_whole_and_from_everywhere() -> None:
     assert set(held) <= {document[0] for document in texts}
     total = sum(len(document[0]) for document in texts)
     assert 0.75 * 0.05 <= sum(map(len, held)) / total <= 0.05
-    assert divided(texts, (95, 5))[0] == parts
-    assert divided(texts, (0.95, 0.05))[0] == parts
+    assert (divided(texts, (95, 5))[0], divided(texts, (0.95, 0.05))[0]) == (parts, parts)
     held_out = plan_text_split(np.full(1000, 10, dtype=np.int64), (90, 10)).held_out
     assert all(part.any() for part in np.array_split(held_out, 10))
-
-
-def test_one_long_document_gives_its_end_from_the_start_of_a_line() -> None:
     lines = [f"line {number:04d}\n" for number in range(1000)]
     parts, whole = divided([["".join(lines[:300]), "".join(lines[300:])]], (9, 1))
     assert not whole

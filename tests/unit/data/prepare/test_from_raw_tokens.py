@@ -30,9 +30,8 @@ def write(path: Path, ids: list[int], dtype: str = "<u2") -> Path:
 def convert(path: Path, output: str, force: bool = False, **options: Any) -> tuple[PreparationOutcome, list[str]]:
     """What comes of a conversion, and what is said."""
     said: list[str] = []
-    return convert_raw_tokens(
-        RawConversionJob(path, path.with_name(output), **options), force=force, announce=said.append
-    ), said
+    job = RawConversionJob(path, path.with_name(output), **options)
+    return convert_raw_tokens(job, force=force, announce=said.append), said
 
 
 def converted(path: Path, **options: Any) -> list[list[int]]:

@@ -170,9 +170,7 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
     before = folder.left("out")
     assert folder.run(job).was_there
     other = folder.job("out", append_eod=False)
-    with pytest.raises(
-        DataError, match=r"out\.idx was prepared from .*text\.jsonl with .*, and now --append-eod is another"
-    ):
+    with pytest.raises(DataError, match=r"out\.idx was prepared from .*text\.jsonl with .*, and now --append-eod is a"):
         folder.run(other)
     assert folder.left("out") == before
     folder.run(other, force=True)
@@ -242,12 +240,9 @@ def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pyte
     assert folder.index("several") == folder.index("alone")
 
 
-def test_results_come_in_the_order_of_tasks() -> None:
+def test_workers_share_out_tasks() -> None:
     with TokenizingWorkers.processes(2, None) as workers:
         assert list(workers.each(abs, range(-20, 0))) == [(task, -task) for task in range(-20, 0)]
-
-
-def test_a_process_that_ends_is_told_of() -> None:
     with (
         TokenizingWorkers.processes(1, None) as workers,
         pytest.raises(RunError, match="a process that prepares data has ended early"),

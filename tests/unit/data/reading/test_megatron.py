@@ -130,11 +130,7 @@ def test_what_is_written_is_read(
 COUNT = struct.pack("<Q", 2**60)
 BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
     "a header cut short": (idx_bytes()[:33], None, r"its size \(33 bytes\) must be at least 34"),
-    "magic": (
-        idx_bytes(magic=b"MMIDIDX\x00\x01"),
-        None,
-        r"byte 0, the magic \(.*\), must be .*: it is no \.idx of Meg",
-    ),
+    "magic": (idx_bytes(magic=b"MMIDIDX\x00\x01"), None, r"byte 0, the magic \(.*\), must be .*: it is no \.idx of"),
     "version": (idx_bytes(version=2), None, r"byte 9, the version \(2\), must be 1: it is no"),
     "floating dtype": (idx_bytes(code=7), None, r"dtype code \(7\), must be"),
     "no documents": (idx_bytes([], [], [0]), b"", r"sequences and documents \(0 and 0\), must be 1 or more each"),
@@ -146,7 +142,7 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
     "documents that begin late": (idx_bytes(documents=[1, 2, 2, 3]), None, r"bound \(1, 3\) must be 0 and 3"),
     "a short .bin": (
         None,
-        struct.pack("<5H", *TOKENS[:5]),
+        bytes(10),
         r"data\.bin \(10 bytes\) must have 12 bytes, as data\.idx says: it was cut off, or the two belong to diff",
     ),
 }
@@ -178,9 +174,8 @@ def test_missing_files_are_named_both(tmp_path: Path) -> None:
 def test_opening_reads_nothing_of_the_tokens(tmp_path: Path) -> None:
     """100 GB, of which the disk holds nothing."""
     size, sequences = 2**31 - 1, 25
-    prefix = by_hand(
-        tmp_path, idx_bytes([size] * sequences, [2 * size * i for i in range(sequences)], list(range(sequences + 1)))
-    )
+    pointers, documents = [2 * size * i for i in range(sequences)], [*range(sequences + 1)]
+    prefix = by_hand(tmp_path, idx_bytes([size] * sequences, pointers, documents))
     with (tmp_path / "data.bin").open("wb") as file:
         file.truncate(2 * size * sequences)
     opened = IndexedFile.open(prefix)

@@ -62,7 +62,7 @@ def test_a_large_parquet_takes_little_memory(tmp_path: Path) -> None:
     assert most - before < 12 << 20, f"{most - before:,} bytes"
 
 
-def test_bad_gzip(tmp_path: Path) -> None:
+def test_bad_gzip_and_other_encodings(tmp_path: Path) -> None:
     packed = gzipped(jsonl([f"document {number}" for number in range(20_000)]))
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(packed[:-9])
@@ -75,6 +75,9 @@ def test_bad_gzip(tmp_path: Path) -> None:
         assert failure(file) == f"{file} holds no text: it is empty, or all of its documents are"
     file.write_bytes(jsonl(TEXTS))
     assert read(file) == TEXTS, "the content decides, and not the name"
+    (tmp_path / "a.gz").write_bytes(gzipped("a".encode("utf-16")))
+    said = f"{tmp_path / 'a.gz'} must be in UTF-8, and is in UTF-16 or UTF-32: convert it with `iconv -t UTF-8`"
+    assert failure(tmp_path / "a.gz") == said
 
 
 def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -95,22 +98,16 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
     assert failure(file) == f"{file} holds no text: it is empty, or all of its documents are"
 
 
-@pytest.mark.parametrize(
-    ("texts", "says"),
-    [
+def test_bad_rows_and_files_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for texts, says in (
         (["a"] * 70 + [None], ": row 70: the column 'text' is null: remove the row"),
         ([1, 2], ": the column 'text' must hold text, not int64 (data.text_key)"),
         ([["a"], ["b"]], ": the column 'text' must hold text, not list<element: string> (data.text_key)"),
         ([b"a", b"b"], ": the column 'text' must hold text, not binary (data.text_key)"),
         (pa.array([], pa.string()), " holds no text: it is empty, or all of its documents are"),
-    ],
-)
-def test_bad_rows(texts: Any, says: str, tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", texts)
-    assert failure(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet{says}"
-
-
-def test_bad_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ):
+        write_parquet(tmp_path / "a.parquet", texts)
+        assert failure(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet{says}"
     file = tmp_path / "a.parquet"
     write_parquet(file, TEXTS, key="body")
     assert failure(file) == (
@@ -171,12 +168,6 @@ def test_fault_13_files_are_read_as_their_content_says(name: str, tmp_path: Path
     ends = [after for after, _ in shard.documents(0)]
     for number, after in enumerate(ends, start=1):
         assert ["".join(blocks) for _, blocks in shard.documents(after)] == TEXTS[number:], "a stream that goes on"
-
-
-def test_text_in_utf_16_is_told_what_converts_it(tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(gzipped("a".encode("utf-16")))
-    said = f"{tmp_path / 'a.gz'} must be in UTF-8, and is in UTF-16 or UTF-32: convert it with `iconv -t UTF-8`"
-    assert failure(tmp_path / "a.gz") == said
 
 
 NO_TEXT = {

@@ -46,9 +46,8 @@ def made(documents: list[list[int]]) -> IndexedFile:
     """Documents given by the lengths of their sequences; token `i` of the data set is `i`."""
     sizes = np.array([length for document in documents for length in document], dtype=np.int32)
     pointers = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64) * 4])[: len(sizes)]
-    return IndexedFile(
-        Path("data"), np.arange(sizes.sum(), dtype=np.int32), sizes, pointers, bounds_of([*map(len, documents)])
-    )
+    tokens = np.arange(sizes.sum(), dtype=np.int32)
+    return IndexedFile(Path("data"), tokens, sizes, pointers, bounds_of([*map(len, documents)]))
 
 
 def whole(documents: list[list[int]]) -> MegatronDocuments:

@@ -1,5 +1,6 @@
-"""Best fit against its rule written out, and packed documents and conversations against what they come from."""
+"""Packed documents and conversations against their definitions, and samples of stages with several lengths."""
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -8,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.samples import packing
-from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.batch import IGNORE, Batches, BlendedBatches
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.chat_batches import ConversationBatches, Conversations
-from shardwise.data.samples.packing import PackedSamples, best_fit_packs, document_bounds
+from shardwise.data.samples.order import MixtureStage
+from shardwise.data.samples.packing import PackedBatches, PackedSamples, best_fit_packs, document_bounds, packed_windows
 from tests.unit.data.samples.small_batches import ROOM, bounds_of, chats, packed_row
 
 END = 3
@@ -101,9 +104,8 @@ def test_a_sample_has_whole_conversations_that_are_read_by_themselves() -> None:
     batch = batches.global_batch(0, batches.num_samples)
     seen: list[int] = []
     for b in range(batches.num_samples):
-        ids, targets, positions, starts = (
-            batch.inputs[name][:, b] for name in ("ids_SB", "targets_SB", "positions_SB", "starts_SB")
-        )
+        names = ("ids_SB", "targets_SB", "positions_SB", "starts_SB")
+        ids, targets, positions, starts = (batch.inputs[name][:, b] for name in names)
         assert positions.tolist() == (np.arange(ROOM) - starts).tolist()
         for start in np.unique(starts).tolist():
             rows = starts == start
@@ -122,7 +124,7 @@ def test_a_sample_has_whole_conversations_that_are_read_by_themselves() -> None:
     assert batch.counts.tolist() == [np.count_nonzero(batch.inputs["targets_SB"] != IGNORE)]
 
 
-def test_every_epoch_has_each_conversation_once_in_other_packs() -> None:
+def test_every_epoch_has_each_usable_conversation_once() -> None:
     data = chats(40)
     batches = ConversationBatches(data, ROOM, seed=7)
     consumed = 0
@@ -137,13 +139,9 @@ def test_every_epoch_has_each_conversation_once_in_other_packs() -> None:
         assert sorted(first for pack in packs[-1] for first in pack) == sorted(firsts)
         consumed += number
     assert packs[0] != packs[1] != packs[2]
-
-
-def test_a_long_conversation_is_cut_and_one_without_a_target_left_out() -> None:
     bounds = np.array([0, 30, 34, 60])
     data = Conversations(np.arange(1, 61, dtype=np.int32), bounds, np.array([[5, 8], [15, 30], [32, 34], [55, 60]]))
-    assert data.usable(10).tolist() == [0, 1]
-    assert data.usable(21).tolist() == [0, 1, 2]
+    assert (data.usable(10).tolist(), data.usable(21).tolist()) == ([0, 1], [0, 1, 2])
     ids, targets = data.targets(0, 10)
     assert ids.tolist() == list(range(1, 11))
     assert targets.tolist() == [IGNORE] * 4 + [6, 7, 8] + [IGNORE] * 3
@@ -152,3 +150,85 @@ def test_a_long_conversation_is_cut_and_one_without_a_target_left_out() -> None:
     # The first token is no target, even of an answer.
     assert Conversations(data.tokens, bounds, np.array([[0, 1]])).usable(10).tolist() == []
     assert Conversations(data.tokens, bounds, np.empty((0, 2), dtype=np.int64)).usable(10).tolist() == []
+
+
+BLOCK = 24
+TOKENS = np.arange(1, 400)
+
+
+def read(batches: Batches, first_block: int, stop_block: int, length: int) -> list[int]:
+    """The tokens of these blocks of the run, as a stage of this length reads them."""
+    together = BLOCK // length
+    batch = batches.global_batch(first_block * together, (stop_block - first_block) * together)
+    return np.asarray(batch.inputs["ids_SB"]).T.ravel().tolist()
+
+
+def rows(length: int) -> Batches:
+    return TokenBatches(TOKENS, length, seed=3, together=BLOCK // length)
+
+
+def blend(length: int) -> Batches:
+    sources = {
+        name: TokenBatches(TOKENS + 1000 * number, length, number, together=BLOCK // length)
+        for number, name in enumerate("ab")
+    }
+    stages = [MixtureStage(0, 0, {"a": 1, "b": 1}), MixtureStage(9, 6, {"b": 1})]
+    return BlendedBatches(sources, stages, BLOCK // length)
+
+
+def packed(length: int) -> Batches:
+    bounds = np.array([0, 30, 42, 45, 101, 103, 171, 180, len(TOKENS)])
+    (window,) = packed_windows(bounds, 4, BLOCK // 4)
+    return PackedBatches(TOKENS, window.joined(length // 4), 5, BLOCK // length)
+
+
+@pytest.mark.parametrize("make", [rows, packed])
+@pytest.mark.parametrize("lengths", [(24, 8), (8, 12)])
+def test_each_token_of_an_epoch_is_read_once_across_a_border(make, lengths: tuple[int, int]) -> None:
+    first, second = map(make, lengths)
+    blocks = first.num_samples * lengths[0] // BLOCK
+    assert blocks == second.num_samples * lengths[1] // BLOCK
+    expected = Counter(read(second, 0, blocks, lengths[1]))
+    del expected[0]  # padding
+    assert set(expected.values()) == {1}
+    for border in (1, 5, blocks - 1, blocks + 3):
+        tokens = Counter(read(first, 0, border, lengths[0]) + read(second, border, 2 * blocks, lengths[1]))
+        assert all(tokens[token] == 2 for token in expected), f"border {border}: twice in two epochs"
+    orders = [read(second, number * blocks, (number + 1) * blocks, lengths[1]) for number in range(2)]
+    assert orders[0] != orders[1]
+
+
+def test_a_source_goes_on_at_a_border_and_long_documents_stay_whole() -> None:
+    short, long = blend(8), blend(24)
+    for border in (2, 5, 6, 9):
+        tokens = Counter(read(short, 0, border, 8) + read(long, border, 18, 24))
+        assert max(tokens.values()) == 1
+        assert sum(token < 1000 for token in tokens) == 3 * BLOCK, "three of the first six blocks are of a"
+    # Best fit at the shortest length puts the rests of the two long documents into one sample.
+    packs: PackedSamples
+    (packs,) = packed_windows(bounds_of([26, 36, 11, 11, 11]), 10, 8)
+    assert sorted(map(tuple, packs.joined(8).pieces.tolist())) == [(0, 25), (26, 35), (62, 10), (73, 10), (84, 10)]
+    assert packs.facts.samples == 16
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=40), st.sampled_from([3, 1 << 20]), st.sampled_from([2, 3, 6]))
+def test_packed_blocks_have_each_token_once(lengths: list[int], window: int, number: int) -> None:
+    bounds = bounds_of(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "WINDOW", window)
+        windows = [*packed_windows(bounds, 10, 6)]
+    last = set((bounds[1:][np.diff(bounds) > 0] - 1).tolist())
+    expected = [place for place in range(bounds[-1]) if place not in last]
+    tokens: list[int] = []
+    for packs in windows:
+        assert packs.facts.samples == len(packs.begins) - 1
+        assert packs.facts.samples % 6 == 0
+        if not packs.facts.samples:
+            continue
+        joined = packs.joined(number)
+        assert len(joined.begins) - 1 == joined.facts.samples == packs.facts.samples // number
+        for begin, end in pairwise(joined.begins.tolist()):
+            assert joined.pieces[begin:end, 1].sum() <= 10 * number
+        tokens += [int(start) + place for start, size in joined.pieces.tolist() for place in range(size)]
+    assert sorted(tokens) == expected

@@ -1,14 +1,20 @@
-"""Sentence pairs: what a sample holds, and that nothing but seed, epoch and index decides it."""
+"""Sentence pairs: what a sample holds and what decides it; which tokens are masked; where sentences and chunks end."""
+
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.reading.text_sources import TextPiece
+from shardwise.data.rows import Part
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.sentence_pairs import SentencePairBatches
-from tests.unit.data.samples.small_batches import FIRST, SPECIAL, many, pairs
-from tests.unit.data.samples.test_masking import within
+from shardwise.data.samples.order import Draws
+from shardwise.data.samples.sentence_pairs import ChunkIndex, Masking, SentencePairBatches
+from shardwise.data.tokens import encoding
+from shardwise.data.tokens.encoding import cut_sentences, sentence_pieces
+from tests.unit.data.samples.small_batches import FIRST, SPECIAL, arranged, many, pairs
 
 
 def segments(batch: Batch) -> list[tuple[list[int], list[int], int]]:
@@ -58,9 +64,8 @@ def test_pairs_are_well_formed(documents: list[list[int]], length: int, seed: in
         assert a == list(range(a[0], a[0] + len(a)))
         assert b == list(range(b[0], b[0] + len(b)))
         assert len(a) + len(b) <= length - 3
-        first, last, other, other_last = np.searchsorted(
-            ends, np.array([a[0], a[-1], b[0], b[-1]]) - FIRST, side="right"
-        )
+        places = np.array([a[0], a[-1], b[0], b[-1]]) - FIRST
+        first, last, other, other_last = np.searchsorted(ends, places, side="right")
         assert first == last
         assert other == other_last
         if label == 0:
@@ -98,7 +103,7 @@ def test_random_sentences_come_from_everywhere() -> None:
             assert within(int(found[own, other]), int(found[own].sum()), weights[other] / weights.sum())
 
 
-def test_epochs_have_other_pairs_and_other_masks() -> None:
+def test_each_epoch_has_its_own_pairs_and_masks() -> None:
     batches = pairs(many(), length=48)
     first, second, again = (epoch_of(batches, epoch) for epoch in (0, 1, 0))
     assert equal(again, first)
@@ -107,10 +112,7 @@ def test_epochs_have_other_pairs_and_other_masks() -> None:
     assert np.mean(same_pair) < 0.2
     assert same_mask.mean() < 0.05
     assert not equal(epoch_of(pairs(many(), length=48, seed=4), 0), first)
-
-
-def test_an_epochs_masks_are_those_of_the_run() -> None:
-    """The epoch that `consumed` lies in decides, also within a batch that spans two."""
+    # The epoch that `consumed` lies in decides, also within a batch that spans two.
     batches = pairs(many(), length=48)
     samples = batches.num_samples
     batch = batches.global_batch(samples - 2, 4)
@@ -128,3 +130,160 @@ def test_a_short_corpus_works(documents: list[list[int]]) -> None:
             inside = chunks.start[index] <= b[0] - FIRST < chunks.end[index]
             assert inside == (label == 0)
             assert chunks.start[index] <= a[0] - FIRST <= a[-1] - FIRST < chunks.end[index]
+
+
+MASK, LOWEST, HIGHEST = 3, 10, 999
+ORDINARY = np.arange(LOWEST, HIGHEST + 1)
+
+
+def draws(samples: int, epoch: int = 0, seed: int = 7) -> Draws:
+    return Draws(seed, np.full(samples, epoch), np.arange(samples))
+
+
+def within(found: int, trials: int, probability: float) -> bool:
+    """Five standard deviations of a binomial."""
+    return abs(found - trials * probability) <= 5 * math.sqrt(trials * probability * (1 - probability))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    candidates=st.lists(st.lists(st.booleans(), min_size=20, max_size=20), min_size=1, max_size=5),
+    fraction=st.floats(0.01, 1.0),
+    predictions=st.integers(1, 20),
+)
+def test_how_many_are_predicted(candidates: list[list[bool]], fraction: float, predictions: int) -> None:
+    candidates_BS = np.array(candidates)
+    ids_BS = LOWEST + np.arange(candidates_BS.size).reshape(candidates_BS.shape)
+    masking = Masking(fraction, predictions, MASK, ORDINARY)
+    masked_BS, positions_BP, targets_BP = masking.apply(ids_BS, candidates_BS, draws(len(ids_BS)))
+    assert positions_BP.shape == targets_BP.shape == (len(ids_BS), predictions)
+    for ids, allowed, masked, positions, targets in zip(
+        ids_BS, candidates_BS, masked_BS, positions_BP, targets_BP, strict=True
+    ):
+        usable = int(allowed.sum())
+        wanted = min(predictions, usable, max(1, math.floor(fraction * usable + 0.5)))
+        assert (targets != IGNORE).tolist() == [True] * wanted + [False] * (predictions - wanted)
+        assert (np.diff(positions[:wanted]) > 0).all()
+        assert allowed[positions[:wanted]].all()
+        assert (positions[wanted:] == 0).all()
+        assert np.array_equal(targets[:wanted], ids[positions[:wanted]])
+        untouched = np.setdiff1d(np.arange(len(ids)), positions[:wanted])
+        assert np.array_equal(masked[untouched], ids[untouched])
+
+
+def test_masking_is_even() -> None:
+    """15 % of tokens, at every position alike; four in five hidden, one in ten random, one in ten as they were."""
+    samples, length, predictions = 4000, 100, 20
+    ids_BS = np.full((samples, length), 5)  # no ordinary token: each random one shows
+    candidates_BS = np.ones_like(ids_BS, dtype=bool)
+    masking = Masking(0.15, predictions, MASK, ORDINARY)
+    masked_BS, positions_BP, targets_BP = masking.apply(ids_BS, candidates_BS, draws(samples))
+    chosen_BP = targets_BP != IGNORE
+    total = int(chosen_BP.sum())
+    assert total == 15 * samples
+    for count in np.bincount(positions_BP[chosen_BP], minlength=length).tolist():
+        assert within(count, samples, 0.15)
+    shown = np.take_along_axis(masked_BS, positions_BP, axis=1)[chosen_BP]
+    assert within(int((shown == MASK).sum()), total, 0.8)
+    assert within(int((shown == 5).sum()), total, 0.1)
+    random = shown[(shown != MASK) & (shown != 5)]
+    assert random.min() >= LOWEST
+    assert random.max() <= HIGHEST
+    halves = int((random < (LOWEST + HIGHEST + 1) / 2).sum())
+    assert within(halves, len(random), 0.5)
+
+
+def test_draws_depend_on_everything_that_names_them() -> None:
+    base = draws(100).hashes(0)
+    for other in (draws(100, epoch=1), draws(100, seed=8)):
+        assert not np.isin(base, other.hashes(0)).any()
+    assert not np.isin(base, draws(100).hashes(1)).any()
+    assert np.array_equal(base, draws(200).hashes(0)[:100])
+    table = draws(100).table(0, 8)
+    assert len(np.unique(table)) == 800
+    assert np.array_equal(draws(100).table(0, 4), table[:, :4])
+    assert int(base[0]) == 8781942722138690569, "the same on every machine"
+
+
+unhurried = settings(deadline=None, max_examples=50)
+
+
+def test_where_sentences_end() -> None:
+    for text, expected in (
+        ("One. Two!  Three?\tFour", ["One.", " Two!", "  Three?", "\tFour"]),
+        ("A line\nanother \n\n last", ["A line", "\nanother", " \n\n last"]),
+        ("Version 3.11 costs 2.50 ...", ["Version 3.11 costs 2.50 ..."]),
+        ("\n led by a line end", ["\n led by a line end"]),
+        ("", []),
+    ):
+        assert cut_sentences(text) == expected
+    text = "a" + " " * 2_000_000 + "b"
+    assert cut_sentences(text) == [text]
+
+
+def regrouped(parts: list[tuple[Part, TextPiece]]) -> list[tuple[Part, list[str]]]:
+    """The sentences of each document."""
+    documents: list[tuple[Part, list[str]]] = []
+    begun = False
+    for part, piece in sentence_pieces(parts):
+        if not begun:
+            documents.append((part, []))
+        assert documents[-1][0] == part
+        documents[-1][1].extend(piece.texts)
+        begun = not piece.ends_document
+    assert not begun
+    return documents
+
+
+@unhurried
+@given(texts=st.lists(st.text("ab.!? \n\t", max_size=12), min_size=1, max_size=6))
+def test_pieces_have_the_sentences_of_the_whole(texts: list[str]) -> None:
+    whole = "".join(texts)
+    pieces: list[tuple[Part, TextPiece]] = [("train", TextPiece(text, ends_document=False)) for text in texts[:-1]]
+    pieces.append(("train", TextPiece(texts[-1], ends_document=True)))
+    expected = [sentence for sentence in cut_sentences(whole) if not sentence.isspace()]
+    assert regrouped(pieces) == [("train", expected)]
+    assert "".join(cut_sentences(whole)) == whole
+
+
+def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
+    parts: list[tuple[Part, TextPiece]]
+    parts = [("train", TextPiece("abcdefgh", ends_document=number == 4)) for number in range(5)]
+    assert [len(sentence) for sentence in regrouped(parts)[0][1]] == [16, 16, 8]
+
+
+lengths = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=8)
+
+
+@unhurried
+@given(documents=lengths, room=st.integers(2, 30))
+def test_the_chunks_of_a_document_are_its_tokens_each_once(documents: list[list[int]], room: int) -> None:
+    sentences = arranged(documents)
+    index = ChunkIndex(sentences, room)
+    found = index.find(np.arange(index.num_chunks))
+    ends = sentences.bounds[sentences.documents[1:]].tolist()
+    assert (found.start[0], found.end[-1]) == (0, ends[-1])
+    assert (found.end[:-1] == found.start[1:]).all()
+    assert (found.end > found.start).all()
+    assert (found.end - found.start < 2 * room).all()
+    assert set(ends) <= set(found.end.tolist())
+    assert found.document.tolist() == np.searchsorted(ends, found.end).tolist()
+    tokens = np.minimum(found.start + room, ends[-1])
+    expected = [min(bound for bound in sentences.bounds if bound >= token) for token in tokens]
+    limited = np.minimum(expected, np.asarray(ends)[found.document]).tolist()
+    assert index.sentence_end(tokens, found.document).tolist() == limited
+
+
+@unhurried
+@given(documents=lengths, room=st.integers(40, 90))
+def test_a_sentence_belongs_to_the_chunk_that_its_start_falls_in(documents: list[list[int]], room: int) -> None:
+    """The definition, sentence by sentence, where none is longer than a chunk."""
+    expected = []
+    for document in documents:
+        starts = np.cumsum([0, *document[:-1]])
+        expected += [int((starts // room == place).sum()) for place in range(int(starts[-1]) // room + 1)]
+    index = ChunkIndex(arranged(documents), room)
+    found = index.find(np.arange(index.num_chunks))
+    assert found.sentences.tolist() == expected
+    assert found.first_sentence.tolist() == np.cumsum([0, *expected[:-1]]).tolist()

@@ -1,7 +1,5 @@
 """What an import must have made of a model."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Layouts: megatron/core/transformer/attention.py (`get_query_key_value_tensors`),
 output), training/checkpointing.py (names of files, and `fix_query_key_value_ordering` of the old versions).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -112,33 +111,11 @@ _OF_EXPERTS = {
     for expert in range(4)
     for fc in ("fc1", "fc2")
 }
-NAMES: dict[str, dict[str, str]] = {
-    "legacy": {
-        "input": "input_norm", "post": "post_attention_norm", "qkv": "self_attention.query_key_value",
-        "proj": "self_attention.dense", "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h",
-        "final": "final_norm",
-    },
-    "old": {
-        "input": "input_layernorm", "post": "post_attention_layernorm", "qkv": "attention.query_key_value",
-        "proj": "attention.dense", "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h",
-        "final": "final_layernorm",
-    },
-    "core": {
-        "input": "input_layernorm", "post": "pre_mlp_layernorm", "qkv": "self_attention.linear_qkv",
-        "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1", "fc2": "mlp.linear_fc2",
-        "final": "final_layernorm", "router": "mlp.router", **_OF_EXPERTS,
-    },
-    "te": {
-        "input": "self_attention.linear_qkv.layer_norm_", "post": "mlp.linear_fc1.layer_norm_",
-        "qkv": "self_attention.linear_qkv", "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1",
-        "fc2": "mlp.linear_fc2", "final": "final_layernorm", "router": "mlp.router", **_OF_EXPERTS,
-    },
-    "nemo": {
-        "input": "input_layernorm", "post": "post_attention_layernorm", "qkv": "self_attention.query_key_value",
-        "query": "self_attention.query", "key_value": "self_attention.key_value", "proj": "self_attention.dense",
-        "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h", "final": "final_layernorm",
-    },
-}  # fmt: skip
+OTHERS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+NAMES: dict[str, dict[str, str]] = OTHERS["megatron"]
+NAMES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))["megatron"]
+NAMES["core"] |= _OF_EXPERTS
+NAMES["te"] |= _OF_EXPERTS
 
 
 def named(style: str, role_and_kind: str) -> str:
@@ -267,53 +244,35 @@ def write(
         if version:  # version 0 is from before there was a number
             whole["checkpoint_version"] = float(version)
         whole["optimizer"] = {"param_groups": [{"lr": 0.1}], "state": {0: {"exp_avg": torch.zeros(3)}}}
-        whole["rng_state"] = [
-            {"np_rng_state": np.random.RandomState(0).get_state(), "random_rng_state": random.Random(0).getstate()}
-        ]
+        states = {"np_rng_state": np.random.RandomState(0).get_state(), "random_rng_state": random.Random(0).getstate()}
+        whole["rng_state"] = [states]
         target = folder / "iter_0000100" / name
         target.mkdir()
         torch.save(whole, target / "model_optim_rng.pt")
     return folder
 
 
+def settings_of(program: str, model: Any, **own: Any) -> State:
+    """Settings of names.yaml, with these beside them."""
+    config, table = model.config, OTHERS[program]
+    return {
+        name: getattr(config, value[7:]) if str(value).startswith("config.") else value for name, value in table.items()
+    } | own
+
+
 def gpt_args(model: Any, **changes: Any) -> argparse.Namespace:
-    config = model.config
-    return argparse.Namespace(
-        **{
-            "num_layers": config.n_layer, "hidden_size": config.n_embd, "num_attention_heads": config.n_head,
-            "ffn_hidden_size": config.n_inner, "max_position_embeddings": config.n_positions, "seq_length": 16,
-            "layernorm_epsilon": config.layer_norm_epsilon, "bias_gelu_fusion": True, "openai_gelu": False,
-            "position_embedding_type": "learned_absolute", "params_dtype": torch.bfloat16, "swiglu": False,
-            "normalization": "LayerNorm", "add_bias_linear": True, "group_query_attention": False,
-            "num_query_groups": 1, "kv_channels": config.n_embd // config.n_head, "hidden_dropout": 0.1,
-            "attention_dropout": 0.1, "init_method_std": 0.02, "num_experts": None, "softmax_type": "vanilla",
-            "untie_embeddings_and_output_weights": not config.tie_word_embeddings, "tokenizer_type": "GPT2BPETokenizer",
-        }
-        | changes
-    )  # fmt: skip
+    own = {"kv_channels": model.config.n_embd // model.config.n_head, "params_dtype": torch.bfloat16}
+    own["untie_embeddings_and_output_weights"] = not model.config.tie_word_embeddings
+    return argparse.Namespace(**settings_of("megatron gpt", model, **own) | changes)
 
 
 def llama_args(model: Any, **changes: Any) -> argparse.Namespace:
     config = model.config
-    return argparse.Namespace(
-        **{
-            "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
-            "num_attention_heads": config.num_attention_heads, "ffn_hidden_size": config.intermediate_size,
-            "max_position_embeddings": config.max_position_embeddings, "norm_epsilon": config.rms_norm_eps,
-            "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "rotary_base": 10000,
-            "rotary_percent": 1.0, "rotary_interleaved": False,
-            "add_bias_linear": getattr(config, "attention_bias", False),
-            "add_qkv_bias": False, "group_query_attention": True, "num_query_groups": config.num_key_value_heads,
-            "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02,
-            "untie_embeddings_and_output_weights": not config.tie_word_embeddings, "bias_gelu_fusion": False,
-            "tokenizer_type": "HuggingFaceTokenizer", "vocab_size": config.vocab_size,
-        }
-        | changes
-    )  # fmt: skip
+    own = {"kv_channels": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
+    own["add_bias_linear"] = getattr(config, "attention_bias", False)
+    own["untie_embeddings_and_output_weights"] = not config.tie_word_embeddings
+    return argparse.Namespace(**settings_of("megatron llama", model, **own) | changes)
 
-
-# ---- torch_dist
 
 ORDERS = {
     "core": ("input", "proj", "qkv", "post", "fc1", "fc2", "router", *_OF_EXPERTS),
@@ -367,15 +326,7 @@ GROUPS = [
     {"lr": 5e-4, "max_lr": 1e-3, "weight_decay": 0.1, "step": 98},
     {"lr": 5e-4, "max_lr": 1e-3, "weight_decay": 0.0},
 ]
-SCHEDULE: State = {
-    "max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1600, "lr_decay_style": "linear",
-    "num_steps": 800,
-}  # fmt: skip
-TRAINING: State = {
-    "optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 1.0, "train_iters": 200,
-    "global_batch_size": 8, "seq_length": 16, "consumed_train_samples": 800, "lr_decay_style": "linear",
-    "start_weight_decay": 0.1, "end_weight_decay": 0.1, "bf16": False,
-}  # fmt: skip
+SCHEDULE, TRAINING = OTHERS["megatron schedule"], OTHERS["megatron training"]
 
 
 def write_dist(

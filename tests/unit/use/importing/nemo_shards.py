@@ -6,8 +6,6 @@ has the queries apart where key/value heads are fewer), and PyTorch Lightning's 
 layer are cut as Megatron-LM cuts them.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any
@@ -101,30 +99,10 @@ def write(
 
 
 def gpt_config(model: Any, **changes: Any) -> State:
-    """As conf/megatron_gpt_config.yaml has it; keys that concern the training alone are left out."""
-    config = model.config
-    return {
-        "encoder_seq_length": config.n_positions, "max_position_embeddings": "${.encoder_seq_length}",
-        "num_layers": config.n_layer, "hidden_size": config.n_embd, "ffn_hidden_size": config.n_inner,
-        "num_attention_heads": config.n_head, "init_method_std": 0.021, "hidden_dropout": 0.1,
-        "attention_dropout": 0.1, "ffn_dropout": 0.1, "kv_channels": None, "apply_query_key_layer_scaling": True,
-        "normalization": "layernorm", "layernorm_epsilon": config.layer_norm_epsilon,
-        "make_vocab_size_divisible_by": 32, "bias_activation_fusion": True, "megatron_amp_O2": False,
-        "share_embeddings_and_output_weights": config.tie_word_embeddings, "tokenizer": {"type": "GPT2BPETokenizer"},
-    } | changes  # fmt: skip
+    return megatron_shards.settings_of("nemo gpt", model, **changes)
 
 
 def llama_config(model: Any, **changes: Any) -> State:
-    """As conf/megatron_llama_config.yaml and megatron_llama_70b_config.yaml have it."""
-    config = model.config
-    groups = config.num_key_value_heads
-    return {
-        "encoder_seq_length": config.max_position_embeddings, "max_position_embeddings": config.max_position_embeddings,
-        "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
-        "init_method_std": 0.021, "hidden_dropout": 0, "attention_dropout": 0, "ffn_dropout": 0, "kv_channels": None,
-        "normalization": "rmsnorm", "layernorm_epsilon": config.rms_norm_eps, "bias_activation_fusion": False,
-        "share_embeddings_and_output_weights": config.tie_word_embeddings, "position_embedding_type": "rope",
-        "rotary_percentage": 1, "activation": "swiglu", "transformer_block_type": "pre_ln", "has_bias": False,
-        "num_kv_heads": groups if groups < config.num_attention_heads else None,
-    } | changes  # fmt: skip
+    groups = model.config.num_key_value_heads
+    own = {"num_kv_heads": groups if groups < model.config.num_attention_heads else None}
+    return megatron_shards.settings_of("nemo llama", model, **own | changes)

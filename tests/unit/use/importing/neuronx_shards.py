@@ -7,8 +7,6 @@ scripts); of BERT examples/training/tp_dp_bert_hf_pretrain, which cuts the atten
 test/integration/parallel_layers/test_bert_pretraining.py, which cuts the padded vocabulary too.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -132,9 +130,7 @@ def write(
     weights = {name.replace("lm_head", "embed_out") if model.config.model_type == "gpt_neox" else name: tensor.detach()
                for name, tensor in model.state_dict().items()}  # fmt: skip
     if model.config.tie_word_embeddings:
-        weights = {
-            name: tensor for name, tensor in weights.items() if name not in ("lm_head.weight", "embed_out.weight")
-        }
+        weights = {name: each for name, each in weights.items() if name not in ("lm_head.weight", "embed_out.weight")}
 
     def cut(tensors: State) -> dict[tuple[int, int], State]:
         if model.config.model_type == "bert":

@@ -1,6 +1,9 @@
 """torchtitan's and OLMo-core's names, written by torch's own writer: weights, moments, keys, and what is refused."""
 
+import copy
+import functools
 import json
+import operator
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -20,32 +23,19 @@ from shardwise_use.importing.torchtitan import open_torchtitan
 from tests.command_line import CommandLine
 from tests.hugging_face import save
 from tests.unit.use.importing.checks import assert_equal, problems, states_of
+from tests.unit.use.importing.megatron_shards import OTHERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FULL = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
 GROUP = {"lr": 1e-4, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-TITAN = (
-    (r"model\.embed_tokens", "tok_embeddings"), (r"model\.", ""),
-    (r"self_attn\.([qkv])_proj", r"attention.qkv_linear.w\1"), (r"self_attn\.o_proj", "attention.wo"),
-    (r"self_attn", "attention"), (r"mlp\.gate_proj", "feed_forward.w1"), (r"mlp\.down_proj", "feed_forward.w2"),
-    (r"mlp\.up_proj", "feed_forward.w3"), (r"input_layernorm", "attention_norm"),
-    (r"post_attention_layernorm", "ffn_norm"), (r"mlp\.gate\.", "moe.router.gate."),
-)  # fmt: skip
-OLMO = (
-    (r"model\.embed_tokens", "embeddings"), (r"model\.norm", "lm_head.norm"),
-    (r"lm_head\.weight", "lm_head.w_out.weight"), (r"model\.layers", "blocks"),
-    (r"self_attn\.([qkv])_proj", r"attention.w_\1"), (r"self_attn\.o_proj", "attention.w_out"),
-    (r"self_attn", "attention"), (r"mlp\.gate_proj", "feed_forward.w1"), (r"mlp\.down_proj", "feed_forward.w2"),
-    (r"mlp\.up_proj", "feed_forward.w3"), (r"post_attention_layernorm", "attention_norm"),
-    (r"post_feedforward_layernorm", "feed_forward_norm"),
-)  # fmt: skip
+TITAN, OLMO = OTHERS["titan"], OTHERS["olmo"]
 
 
-def named(weights: Mapping[str, Tensor], rules: Any) -> dict[str, Tensor]:
+def named(weights: Mapping[str, Tensor], rules: Mapping[str, str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         other = name
-        for pattern, replacement in rules:
+        for pattern, replacement in rules.items():
             other = re.sub(pattern, replacement, other)
         found[other] = tensor
     return found
@@ -94,9 +84,8 @@ def titan(case: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
         layer, kind = re.fullmatch(r"(layers\.\d+\.)mlp\.experts\.0\.(\w+)_proj\.weight", name).groups()
         ours = f"model.{layer}mlp.experts.{{}}.{kind}_proj.weight"
         number = {"gate": "w1_EFD", "down": "w2_EDF", "up": "w3_EFD"}[kind]
-        there[f"{layer}moe.routed_experts.inner_experts.{number}"] = torch.stack(
-            [weights[ours.format(expert)] for expert in range(4)]
-        )
+        stacked = torch.stack([weights[ours.format(expert)] for expert in range(4)])
+        there[f"{layer}moe.routed_experts.inner_experts.{number}"] = stacked
         there[f"{layer}moe.expert_bias_E"] = torch.zeros(4)
     there = {name: tensor for name, tensor in there.items() if ".mlp.experts." not in name}
     trained = {name: tensor for name, tensor in there.items() if "expert_bias" not in name}
@@ -113,32 +102,11 @@ def titan(case: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
 
 
 def olmo_fields(**changes: Any) -> dict[str, Any]:
-    norm = {"name": "rms", "eps": 1e-6, "bias": False}
-    attention = {
-        "type": "attention", "name": "default", "n_heads": 4, "n_kv_heads": 2, "bias": False, "qk_norm": norm,
-        "rope": {"name": "default", "theta": 10000},
-    }  # fmt: skip
-    block = {
-        "name": "reordered_norm", "sequence_mixer": attention, "layer_norm": norm,
-        "feed_forward": {"name": "default", "hidden_size": 48, "bias": False},
-    }  # fmt: skip
-    model = {
-        "name": "default", "d_model": 32, "vocab_size": 61, "n_layers": 2, "block": block,
-        "lm_head": {"name": "default", "bias": False, "layer_norm": norm},
-    }  # fmt: skip
-    optimizer = {"_CLASS_": "olmo_core.optim.adamw.SkipStepAdamWConfig"}
-    scheduler = {"_CLASS_": "olmo_core.optim.scheduler.WSD", "warmup_fraction": 0.1, "decay": 4, "decay_min_lr": 1e-4}
-    module = {
-        "max_sequence_length": 24, "max_grad_norm": 0.5, "optim": optimizer, "scheduler": scheduler,
-        "z_loss_multiplier": 1e-5,
-    }  # fmt: skip
-    fields = {"model": model, "train_module": module}
+    """The configuration that lies beside a checkpoint, with other values at some paths."""
+    fields = copy.deepcopy(OTHERS["olmo config"])
     for path, value in changes.items():
         *parents, last = path.split(".")
-        place: Any = fields
-        for name in parents:
-            place = place[name]
-        place[last] = value
+        functools.reduce(operator.getitem, parents, fields)[last] = value
     return fields
 
 
@@ -229,10 +197,7 @@ def test_olmo_core(tmp_path: Path) -> None:
     }  # fmt: skip
     assert ["SkipStepAdamW" in note or "z_loss_multiplier" in note for note in opened.notes] == [True, True]
     assert open_olmo_core(tmp_path / "step3" / "model_and_optim", weights_only=True).progress is None
-
-
-def test_a_decay_in_the_warmup_of_olmo_core_is_not_carried_over() -> None:
-    """OLMo-core 3.0.0 warms up to the end, and the rate then falls into the midst of the decay."""
+    # OLMo-core 3.0.0 warms up to the end, and the rate then falls into the midst of the decay.
     scheduler = {"_CLASS_": "olmo_core.optim.scheduler.WSD", "warmup": 16, "decay": 4}
     assert _schedule(scheduler, 1e-3, 20)[0]["optimizer.schedule"] == "points"
     keys, notes = _schedule({**scheduler, "decay": 5}, 1e-3, 20)
@@ -257,9 +222,8 @@ def test_models_of_olmo_core(tmp_path: Path) -> None:
     config = opened(**{f"{mixer}.sliding_window": window, "train_module.max_sequence_length": 96})
     assert (config.family, config.sliding_window, config.max_position_embeddings) == ("olmo3", 3, 96)
     assert config.layer_types == ("sliding_attention", "full_attention")
-    assert (
-        opened(**{f"{mixer}.rope.scaling": yarn, "train_module.max_sequence_length": 96}).rope_scaling["factor"] == 4.0
-    )
+    scaled = opened(**{f"{mixer}.rope.scaling": yarn, "train_module.max_sequence_length": 96})
+    assert scaled.rope_scaling["factor"] == 4.0
     for path, value, reason in (
         (f"{mixer}.clip_qkv", 8.0, "clip_qkv (8.0) must be None"),
         ("model.block.name", "peri_norm", "name ('peri_norm') must be 'default' or 'reordered_norm'"),

@@ -91,9 +91,6 @@ def test_objects_of_megatron_itself_are_left_aside(tmp_path: Path) -> None:
     assert_same_model(open_megatron(folder, VOCABULARY), model, tmp_path)
 
 
-# ---- what is refused
-
-
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], name: str = "mp_rank_01") -> None:
     changed(folder / "iter_0000100" / name / "model_optim_rng.pt", change)
 
@@ -107,15 +104,13 @@ def shards(tmp_path: Path) -> Path:
     return write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy", tp=2)
 
 
-def test_the_vocabulary_without_padding_must_be_known(shards: Path) -> None:
+def test_problems_of_shards_are_told_at_once(shards: Path) -> None:
     (found,) = problems(shards, None)
     assert found.startswith("ITER must say how many of the 64 rows of its embedding are tokens")
     assert found.endswith("(--vocab-size 64 keeps all rows)")
     (found,) = problems(shards, 65)
     assert "the vocabulary (65) must be at most the rows of its embedding (64)" in found
 
-
-def test_all_mismatches_come_at_once(shards: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         held = state["model"]["language_model"]["encoder"]
         del held["layers.0.mlp.dense_h_to_4h.bias"]

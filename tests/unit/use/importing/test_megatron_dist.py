@@ -17,17 +17,9 @@ from shardwise_use.importing.megatron import open_megatron
 from shardwise_use.importing.megatron_dist import _points
 from tests.command_line import CommandLine
 from tests.hugging_face import VOCABULARY, save
+from tests.unit.use.importing import megatron_shards
 from tests.unit.use.importing.checks import assert_equal, assert_same_model, changed, problems, states_of
-from tests.unit.use.importing.megatron_shards import (
-    MOMENTS,
-    ORDERS,
-    TRAINING,
-    Source,
-    gpt_args,
-    llama_args,
-    write,
-    write_dist,
-)
+from tests.unit.use.importing.megatron_shards import Source, gpt_args, llama_args, write_dist
 
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
@@ -58,7 +50,8 @@ def assert_moments(opened: ImportedModel) -> None:
     found = states_of(opened)
     assert found.keys() == {"model", "exp_avg", "exp_avg_sq"}
     for state in ("exp_avg", "exp_avg_sq"):
-        assert_equal(found[state], {name: MOMENTS[state](weight) for name, weight in found["model"].items()})
+        moment = megatron_shards.MOMENTS[state]
+        assert_equal(found[state], {name: moment(weight) for name, weight in found["model"].items()})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +112,7 @@ def test_the_rates_clipping_and_counts_are_carried_over(tmp_path: Path) -> None:
 def test_what_has_no_counterpart_is_told(tmp_path: Path, changes: dict[str, Any], note: str) -> None:
     _, made = source(tmp_path, "llama", **changes)
     scheduler = {"max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1600}
-    scheduler["lr_decay_style"] = {**TRAINING, **changes}["lr_decay_style"]
+    scheduler["lr_decay_style"] = {**megatron_shards.TRAINING, **changes}["lr_decay_style"]
     opened = open_megatron(write_dist(made, tmp_path / "megatron", common={"opt_param_scheduler": scheduler}))
     assert any(note in each for each in opened.notes), opened.notes
 
@@ -127,16 +120,15 @@ def test_what_has_no_counterpart_is_told(tmp_path: Path, changes: dict[str, Any]
 def test_a_decay_that_begins_in_its_midst_has_no_points() -> None:
     """Megatron Core 0.16.1: with 16 of 20 steps of warmup and a decay of 5, the rate falls from 1 to 0.64 at once."""
     scheduler = {"max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 64, "lr_decay_steps": 80, "lr_decay_style": "WSD"}
-    of = {
-        decay: _points(scheduler, {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": decay}, 4) for decay in (4, 5)
-    }
+    keys = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 4}
+    of = {decay: _points(scheduler, keys | {"lr_wsd_decay_iters": decay}, 4) for decay in (4, 5)}
     assert [point["at"] for point in of[4]] == [1, 17, 21]
     assert of[5] == []
 
 
 def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which parameter is where is not written: masters that are not the weights show that it is another order."""
-    monkeypatch.setitem(ORDERS, "core", ("post", "proj", "qkv", "input", "fc1", "fc2"))
+    monkeypatch.setitem(megatron_shards.ORDERS, "core", ("post", "proj", "qkv", "input", "fc1", "fc2"))
     opened = open_megatron(dist(tmp_path, "llama", "buffers"))
     assert opened.progress is None
     assert "--dist-ckpt-optim-fully-reshardable" in opened.notes[-1]
@@ -170,7 +162,7 @@ def test_experts_and_the_balance_of_their_loads(tmp_path: Path) -> None:
     assert {"aux_loss is of each micro-batch there, and of the global batch here",
             "moe_input_jitter_eps (0.1) has no counterpart here"} <= {*opened.notes}  # fmt: skip
     model, made = source(tmp_path / "torch", "mixtral")
-    opened = open_megatron(write(made, tmp_path / "torch/megatron", "core", tp=2), VOCABULARY)
+    opened = open_megatron(megatron_shards.write(made, tmp_path / "torch/megatron", "core", tp=2), VOCABULARY)
     assert_same_model(opened, model, tmp_path / "torch")
 
 
@@ -194,9 +186,6 @@ def test_the_command_writes_a_run_that_goes_on(tmp_path: Path, cli: CommandLine)
     assert "from TP 2 × PP 1" in out
     assert "after step 100, 800 samples and 12,800 tokens, with the optimizer's exp_avg and exp_avg_sq" in out
     assert (tmp_path / "run" / "checkpoints" / "step-00000100").is_dir()
-
-
-# ---- what is refused
 
 
 @pytest.fixture(scope="module")

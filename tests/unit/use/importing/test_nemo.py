@@ -76,9 +76,6 @@ def test_settings_of_the_model(tmp_path: Path) -> None:
     assert stretched.rope_theta == 500000.0
 
 
-# ---- what is refused
-
-
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], rank: str = "mp_rank_01") -> None:
     changed(folder / rank / NAME, change)
 

@@ -63,9 +63,6 @@ def test_bert(tmp_path: Path, tp: int, xser: bool, old: bool, vocabulary_cut: bo
     check(tmp_path, save("bert", tmp_path / "saved"), tp=tp, xser=xser, old=old, vocabulary_cut=vocabulary_cut)
 
 
-# ---- what is refused
-
-
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     model = save("llama", tmp_path / "saved", vocab_size=64)
@@ -80,15 +77,6 @@ def problems(folder: Path) -> list[str]:
     return checks.problems(open_neuronx, folder, folder.parent / "saved", FOLDER=folder)
 
 
-def test_copies_of_heads_must_agree_unless_drift_is_allowed(shards: Path) -> None:
-    rewrite(shards, 3, lambda state: state["model.layers.1.self_attn.qkv_proj.weight_k"].add_(0.25))
-    (found,) = problems(shards)
-    assert re.match(r"FOLDER: .*1\.self_attn\.qkv_proj must hold each of its 2 key/value heads .* 2 times", found)
-    opened = open_neuronx(shards, shards.parent / "saved", allow_drift=True)
-    assert re.match(r"replicas of 1 tensor differ, at most by \d\d\.\d\d% of their norm", opened.notes[0])
-    assert_equal(states_of(opened)["model"], load_file(shards.parent / "saved/model.safetensors"))
-
-
 def test_unrelated_heads_are_no_replicas_that_drifted(shards: Path) -> None:
     """A configuration with fewer key/value heads than the shards have would merge heads that differ."""
     config = shards.parent / "saved/config.json"
@@ -101,21 +89,11 @@ def test_unrelated_heads_are_no_replicas_that_drifted(shards: Path) -> None:
         assert re.search(r"1[3-5]\d% of their norm\): they differ by more than their norm, as unrelated", problem)
 
 
-def test_bert_decoder_must_be_the_embedding(tmp_path: Path) -> None:
+def test_other_folders_and_decoders_are_refused(tmp_path: Path) -> None:
     folder = write(save("bert", tmp_path / "saved"), tmp_path / "step_100", tp=2)
     rewrite(folder, 1, lambda state: state["cls.predictions.decoder.weight"].add_(1))
     (found,) = problems(folder)
     assert found.startswith("FOLDER: cls.predictions.decoder.weight must equal bert.embeddings.word_embeddings.weight")
-
-
-def test_a_checkpoint_that_was_not_completed_is_refused(shards: Path) -> None:
-    (shards / "checkpoint").write_text("1")
-    assert problems(shards) == ["FOLDER must be a checkpoint that was completed: it has no file 'done'"]
-    (shards / "done").write_text("1")
-    open_neuronx(shards, shards.parent / "saved")
-
-
-def test_folders_that_are_none(tmp_path: Path) -> None:
     save("llama", tmp_path / "saved")
     assert "there is no folder of that name" in problems(tmp_path / "nothing")[0]
     (tmp_path / "run/step_100/model").mkdir(parents=True)
@@ -123,3 +101,16 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert found.endswith("; it holds the checkpoints step_100: name one")
     with pytest.raises(ConfigError, match=r"--config .* must be a Hugging Face config.json or its folder"):
         open_neuronx(tmp_path / "run", tmp_path / "nothing")
+
+
+def test_a_checkpoint_must_be_completed_and_its_copies_agree(shards: Path) -> None:
+    (shards / "checkpoint").write_text("1")
+    assert problems(shards) == ["FOLDER must be a checkpoint that was completed: it has no file 'done'"]
+    (shards / "done").write_text("1")
+    open_neuronx(shards, shards.parent / "saved")
+    rewrite(shards, 3, lambda state: state["model.layers.1.self_attn.qkv_proj.weight_k"].add_(0.25))
+    (found,) = problems(shards)
+    assert re.match(r"FOLDER: .*1\.self_attn\.qkv_proj must hold each of its 2 key/value heads .* 2 times", found)
+    opened = open_neuronx(shards, shards.parent / "saved", allow_drift=True)
+    assert re.match(r"replicas of 1 tensor differ, at most by \d\d\.\d\d% of their norm", opened.notes[0])
+    assert_equal(states_of(opened)["model"], load_file(shards.parent / "saved/model.safetensors"))

@@ -1,7 +1,5 @@
 """The optimizer's state of neuronx-distributed and neuronx-nemo-megatron, as each of their layouts has it."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re
@@ -127,9 +125,6 @@ def test_masters_are_the_weights(tmp_path: Path) -> None:
     assert_states(open_neuronx(full, tmp_path / "saved"), exp_avg=moments[0])
 
 
-# ---- rates
-
-
 def cosine_state(step: int, constant: int) -> dict[str, Any]:
     """The state of CosineAnnealing, of 200 steps."""
     return {
@@ -218,9 +213,6 @@ def test_linear_goes_on(parts: Any, tmp_path: Path) -> None:
     assert "optimizer.schedule" not in untold.progress.keys
     assert untold.notes[0].startswith("the schedule (its points are not saved) has no counterpart here: its next rate")
     assert untold.notes[1].startswith("clipping is not saved there: give optimizer.max_norm")
-
-
-# ---- what is refused
 
 
 Change = Callable[[dict[str, Any]], object]

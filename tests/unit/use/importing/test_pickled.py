@@ -47,7 +47,7 @@ def test_code_is_refused_and_does_not_run(tmp_path: Path, kind: str, zipped: boo
     assert mark.exists()
 
 
-def test_stand_ins_hold_nothing(tmp_path: Path) -> None:
+def test_values_of_new_and_old_files(tmp_path: Path) -> None:
     import numpy as np
 
     file = tmp_path / "state.pt"
@@ -58,9 +58,6 @@ def test_stand_ins_hold_nothing(tmp_path: Path) -> None:
     assert found["plain"] == [1, "two", None, 3.0]
     assert isinstance(found["rng"][1], pickled._StandIn)
     assert not vars(found["rng"][1])
-
-
-def test_tensors_of_old_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     state = collections.OrderedDict(a=torch.arange(3.0), b=torch.ones(2, 2).bfloat16())
     torch.save(state, file, _use_new_zipfile_serialization=False)
@@ -68,21 +65,18 @@ def test_tensors_of_old_files_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+def test_files_that_are_none(tmp_path: Path) -> None:
+    for content, says in (
         (b"", "must be a file that torch.save has written, and is none"),
         (b"no pickle", "must be a file that torch.save has written, and is none"),
         (b"PK\x03\x04 cut short", "is truncated: it begins as a zip archive, and has no end of one"),
         (b"\x80\x02 no pickle", "is refused: "),
-    ],
-)
-def test_files_that_are_none(tmp_path: Path, content: bytes, says: str) -> None:
-    file = tmp_path / "state.pt"
-    file.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        pickled.load_pickled(file)
-    assert str(caught.value).startswith(f"{file} {says}")
+    ):
+        file = tmp_path / "state.pt"
+        file.write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            pickled.load_pickled(file)
+        assert str(caught.value).startswith(f"{file} {says}")
 
 
 def test_whatever_bytes_are_wrong_is_told(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Progress that a Hugging Face Trainer saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -84,14 +82,15 @@ def test_rates_are_the_trainers_at_each_step(name: str, warmup: float) -> None:
         scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("warmup", "given"),
-    [(3, {"num_decay_steps": 6, "num_cycles": 1.0}), (10, {"num_decay_steps": 6}), (12, {"num_decay_steps": 1})],
-)
-def test_rates_that_points_cannot_tell_are_not_told(warmup: int, given: dict[str, Any]) -> None:
+def test_rates_that_points_cannot_tell_are_not_told() -> None:
     """Decays of several cycles, and a warmup that leaves less room than the decay takes: the Trainer cuts its begin."""
-    arguments = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": given}
-    assert _curve_points(arguments, 4e-3, 12) is None
+    for warmup, given in (
+        (3, {"num_decay_steps": 6, "num_cycles": 1.0}),
+        (10, {"num_decay_steps": 6}),
+        (12, {"num_decay_steps": 1}),
+    ):
+        arguments = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": given}
+        assert _curve_points(arguments, 4e-3, 12) is None
 
 
 def test_keys_and_place(good: Path) -> None:
@@ -156,9 +155,7 @@ class Evil:
 def test_a_pickle_that_asks_for_more_is_refused(saved: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(saved)
     torch.save({"state": {}, "param_groups": [Evil()]}, saved / name)
-    with pytest.raises(
-        ConfigError, match=rf"{name} is refused: .*mkdir, by which opening it could run code; none was"
-    ) as error:
+    with pytest.raises(ConfigError, match=rf"{name} is refused: .*mkdir, by which opening it could run code") as error:
         opened(saved)
     assert all(problem.endswith("import the weights alone by --weights-only") for problem in error.value.problems)
     assert not (saved / "executed").exists()

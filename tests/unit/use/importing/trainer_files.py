@@ -1,7 +1,5 @@
 """Checkpoints of a Hugging Face Trainer, by the Trainer's own functions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

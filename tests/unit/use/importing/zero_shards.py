@@ -5,8 +5,6 @@ neuronx-distributed's examples/training/llama/training_utils.py (`get_param_grou
 scripts and NeMo's `get_params_for_weight_decay_optimization` make too. tests/interop/torch-xla runs the class itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
