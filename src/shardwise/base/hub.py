@@ -64,27 +64,21 @@ _GIT = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubFiles:
-    """A repository on the hub, and the files that are needed of it.
-
-    Attributes:
-        revision: branch, tag or commit; None: the main branch.
-        lacking: function that returns the message if files with these names are not enough, else None.
-        verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
-        check: function that raises ConfigError for a folder with enough names that lacks something else.
-        hint: end of a message, with another name that may have been meant.
-        no_revision: message if the repository has no such revision; empty: the usual one.
-    """
+    """A repository on the hub, and the files that are needed of it."""
 
     key: str
     repository: str
-    revision: str | None
+    revision: str | None  # branch, tag or commit; None: the main branch
     patterns: tuple[str, ...]
+    # Function that returns the message if files with these names are not enough, else None.
     lacking: Callable[[Collection[str]], str | None] = lambda names: None
+    # True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
     verified: bool = False
+    # Function that raises ConfigError for a folder with enough names that lacks something else.
     check: Callable[[Path], None] = lambda folder: None
     repo_type: Literal["model", "dataset"] = "model"
-    hint: str = ""
-    no_revision: str = ""
+    hint: str = ""  # end of a message, with another name that may have been meant
+    no_revision: str = ""  # message if the repository has no such revision; empty: the usual one
 
     @property
     def named(self) -> str:

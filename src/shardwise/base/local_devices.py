@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from shardwise.base.hardware import available_memory, cpu_count
 
-_NEURON_LS = "/opt/aws/neuron/bin/neuron-ls"
-"""Path of the program; only a login shell has its folder in PATH."""
+_NEURON_LS = "/opt/aws/neuron/bin/neuron-ls"  # path of the program; only a login shell has its folder in PATH
 _NEURON_SECONDS = 10.0
 _NO_DRIVER = ("LibraryNotFound", "DriverNotLoaded", "NoData")
 """Ends of the names of NVML's errors on a machine without GPUs, such as one with the library alone."""
@@ -31,23 +30,16 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """A device of this machine, with the runs that use it. A fact that its tool does not report is None.
-
-    Attributes:
-        cores: cores of a chip or a CPU.
-        memory_bytes: memory in use.
-        utilization: share from 0 to 1; for a CPU the load of the last minute divided by its cores.
-        links: links to other devices, as text.
-    """
+    """A device of this machine, with the runs that use it. A fact that its tool does not report is None."""
 
     kind: Literal["nvidia", "neuron", "cpu"]
     index: int
     name: str
-    cores: int | None = None
-    memory_bytes: int | None = None
+    cores: int | None = None  # cores of a chip or a CPU
+    memory_bytes: int | None = None  # memory in use
     memory_total_bytes: int | None = None
-    utilization: float | None = None
-    links: tuple[str, ...] = ()
+    utilization: float | None = None  # share from 0 to 1; for a CPU the load of the last minute divided by its cores
+    links: tuple[str, ...] = ()  # links to other devices, as text
     processes: tuple[DeviceProcess, ...] = ()
 
 

@@ -13,20 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh.
+    """One axis of the mesh."""
 
-    Attributes:
-        name: short name, which groups, reports and the files of a run use; capital letters in texts.
-        degree: name of the number of ranks along the axis, which is an attribute of `Layout` and a key of `parallel`.
-        fills_world: True if no key gives the degree: the axis has the ranks that the degrees of the others leave.
-        is_optional: True if texts and files name the axis only where its degree is above 1.
-    """
-
-    name: str
-    degree: str
+    name: str  # short name, which groups, reports and the files of a run use; capital letters in texts
+    degree: str  # name of the number of ranks along the axis, which is an attribute of `Layout` and a key of `parallel`
     title: str
+    # True if no key gives the degree: the axis has the ranks that the degrees of the others leave.
     fills_world: bool = False
-    is_optional: bool = False
+    is_optional: bool = False  # True if texts and files name the axis only where its degree is above 1
 
     @property
     def key(self) -> str:

@@ -24,10 +24,8 @@ from shardwise.base.units import counted, duration, size
 
 COMMAND = "resume: "
 """What a line of a message begins with that is a command to be pasted."""
-_WIDEST = 100
-"""Most columns of prose: longer lines are hard to read."""
-_NARROWEST = 40
-"""Columns below which nothing is wrapped further: the words would stand alone."""
+_WIDEST = 100  # most columns of prose: longer lines are hard to read
+_NARROWEST = 40  # columns below which nothing is wrapped further: the words would stand alone
 
 
 def _terminal_width(stream: TextIO) -> int | None:
@@ -88,19 +86,13 @@ _TEXT = 68  # columns that a text takes at most, nearly always
 
 @dataclass
 class progress:
-    """A terminal's bar, or lines of a log, for a `with` statement's body, which calls a function with amounts done.
-
-    Attributes:
-        total: amount of all the work; None if it is unknown.
-        noun: what is counted, in the singular; empty: bytes.
-        shown: False shows nothing, as on all ranks but the first.
-        done: returns the amount so far, of a body that tells none; called from another thread.
-    """
+    """A terminal's bar, or lines of a log, for a `with` statement's body, which calls a function with amounts done."""
 
     doing: str
-    total: int | None = None
-    noun: str = ""
-    shown: bool = True
+    total: int | None = None  # amount of all the work; None if it is unknown
+    noun: str = ""  # what is counted, in the singular; empty: bytes
+    shown: bool = True  # False shows nothing, as on all ranks but the first
+    # Returns the amount so far, of a body that tells none; called from another thread.
     done: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:

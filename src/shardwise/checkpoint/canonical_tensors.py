@@ -16,8 +16,7 @@ from shardwise.distributed.placement import Piece, Placement, placements
 from shardwise.models.build import build_model
 from shardwise.pipeline.stages import Stages
 
-_ParameterKey: TypeAlias = tuple[int, int]
-"""A parameter of a model: its pipeline stage, and its number in that stage."""
+_ParameterKey: TypeAlias = tuple[int, int]  # a parameter of a model: its pipeline stage, and its number in that stage
 
 
 def canonical_tensors(

@@ -32,19 +32,14 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A box of a stored tensor that this rank needs.
+    """A box of a stored tensor that this rank needs."""
 
-    Attributes:
-        state: state of the tensor, such as `model`.
-        target: view of shape `box.size` that gets the values.
-        copies: groups whose ranks all need the same box, such as data parallelism and both ends of a pipeline with a
-            tied weight. Each rank reads an equal part, and an all-gather completes them.
-    """
-
-    state: str
+    state: str  # state of the tensor, such as `model`
     name: str
     box: Box
-    target: Tensor
+    target: Tensor  # view of shape `box.size` that gets the values
+    # Groups whose ranks all need the same box, such as data parallelism and both ends of a pipeline with a tied weight.
+    # Each rank reads an equal part, and an all-gather completes them.
     copies: tuple[Group, ...] = ()
 
     def part(self, box: Box) -> ReadRequest:

@@ -88,16 +88,12 @@ def _qwen2_note(family: FamilyConfig | None, tokenizer: Path | None) -> tuple[st
 
 @dataclass(frozen=True)
 class Companions:
-    """The token ids and files that go into each checkpoint of a run.
+    """The token ids and files that go into each checkpoint of a run."""
 
-    Attributes:
-        ids: fields of `config.json`, such as `eos_token_id`, each with one id or several.
-        notes: sentences for the user, on what is left out or replaced.
-    """
-
+    # Fields of `config.json`, such as `eos_token_id`, each with one id or several.
     ids: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences for the user, on what is left out or replaced
 
 
 def find_checkpoint_companions(config: Config, weights: Root | None, tokenizer: Path | None) -> Companions:

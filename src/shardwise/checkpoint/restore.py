@@ -39,16 +39,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class _Restored:
-    """The result of the restore of a checkpoint.
-
-    Attributes:
-        bytes_read: bytes of files that this rank read, in whole chunks.
-        damage: damage in parts of the checkpoint that training does not need, one line each.
-    """
+    """The result of the restore of a checkpoint."""
 
     manifest: Manifest
-    bytes_read: int
-    damage: tuple[str, ...] = ()
+    bytes_read: int  # bytes of files that this rank read, in whole chunks
+    damage: tuple[str, ...] = ()  # damage in parts of the checkpoint that training does not need, one line each
 
 
 def on_first_rank(work: Callable[[], _Result], world: Group) -> _Result:

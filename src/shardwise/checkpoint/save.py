@@ -52,47 +52,30 @@ missing which another machine has written."""
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """The end of the save of a checkpoint.
+    """The end of the save of a checkpoint."""
 
-    Attributes:
-        step: updates done.
-        bytes: length of all files, over all ranks.
-        blocked: seconds for which training waited.
-        seconds: time from the call to the complete checkpoint.
-        problem: why there is no checkpoint, or None.
-        removed: steps of the older checkpoints that were removed, as `KeptCheckpoints` says.
-        warning: why an older checkpoint could not be removed, or None.
-        lost_peer: another rank ended during the save; the problem, if there is one, is a consequence.
-    """
-
-    step: int
+    step: int  # updates done
     folder: str
-    bytes: int
-    blocked: float
-    seconds: float
-    problem: str | None = None
-    removed: tuple[int, ...] = ()
-    warning: str | None = None
-    lost_peer: bool = False
+    bytes: int  # length of all files, over all ranks
+    blocked: float  # seconds for which training waited
+    seconds: float  # time from the call to the complete checkpoint
+    problem: str | None = None  # why there is no checkpoint, or None
+    removed: tuple[int, ...] = ()  # steps of the older checkpoints that were removed, as `KeptCheckpoints` says
+    warning: str | None = None  # why an older checkpoint could not be removed, or None
+    lost_peer: bool = False  # another rank ended during the save; the problem, if there is one, is a consequence
 
 
 @dataclass
 class _PendingSave:
-    """A save under way, as the writing thread needs it.
-
-    Attributes:
-        buffer: source of the bytes of `files`, in their order.
-        manifest: fields of the manifest that are known before the files are written.
-        started: time of the call, as `time.perf_counter` has it.
-    """
+    """A save under way, as the writing thread needs it."""
 
     step: int
     final: Root
-    buffer: HostBuffer
+    buffer: HostBuffer  # source of the bytes of `files`, in their order
     files: tuple[writing.PlannedFile, ...]
     numbers: _StateNumbers
-    manifest: dict[str, Any]
-    started: float
+    manifest: dict[str, Any]  # fields of the manifest that are known before the files are written
+    started: float  # time of the call, as `time.perf_counter` has it
     blocked: float = 0.0
 
     @property

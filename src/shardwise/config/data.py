@@ -51,17 +51,11 @@ _SOURCE_NAME = r"(?a)[A-Za-z_][\w-]*"
 
 @dataclass(frozen=True)
 class _BuiltInText:
-    """A text of this package.
+    """A text of this package."""
 
-    Attributes:
-        description: what it holds, in the words of the key `data.dataset`.
-        file: its JSON lines, in the folder `data/corpus`; None: code makes the text.
-        holds_chat: True if it holds conversations.
-    """
-
-    description: str
-    file: str | None = None
-    holds_chat: bool = False
+    description: str  # what it holds, in the words of the key `data.dataset`
+    file: str | None = None  # its JSON lines, in the folder `data/corpus`; None: code makes the text
+    holds_chat: bool = False  # True if it holds conversations
 
 
 BUILT_IN_TEXTS: Mapping[str, _BuiltInText] = {

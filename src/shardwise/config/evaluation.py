@@ -11,8 +11,7 @@ from shardwise.config.base_section import Section, reject
 from shardwise.config.data import DataConfig
 from shardwise.config.token_counts import step_field
 
-_NAME = r"(?a)[A-Za-z][\w-]*"
-"""Names of sets stand in the names of scalars."""
+_NAME = r"(?a)[A-Za-z][\w-]*"  # names of sets stand in the names of scalars
 
 
 class EvaluationConfig(Section):

@@ -25,12 +25,10 @@ from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH, effective_scaling, scaling_with_one_type, unknown_scaling_fields
 
 _ROTARY_KEYS = ("rope_theta", "rope_scaling", "rotary_pct")
-_ONLY_IN_RECIPES = ("family", "ignore")
-"""Keys of a `model` section that no `config.json` has."""
+_ONLY_IN_RECIPES = ("family", "ignore")  # keys of a `model` section that no `config.json` has
 _DERIVED = ("num_key_value_heads", "head_dim")
 """Fields that follow from others where they are null, even if the family's default is a number."""
-_WINDOW = "sliding_window"
-"""The field whose null means none, even if the family's default is a number."""
+_WINDOW = "sliding_window"  # the field whose null means none, even if the family's default is a number
 _SAME_ACTIVATION = {"swish": "silu", "gelu_python": "gelu"}
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"

@@ -16,23 +16,18 @@ from shardwise.config.sections import TrainConfig
 class Layout:
     """Degrees of parallelism of a world of ranks, whose order is that of `mesh_axes.AXES`.
 
-    Attributes:
-        tensor, pipeline, context: degrees.
-        sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
-        virtual: pipeline stages on each rank.
-        expert: ranks, of those of data and context parallelism, that divide the experts of a block among them.
-
     Raises:
         ConfigError: `world` is no multiple of `tensor` × `context` × `pipeline`.
     """
 
     world: int
+    # tensor, pipeline, context: degrees.
     tensor: int = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # true if activations are cut along the sequence between tensor-parallel layers
     pipeline: int = 1
-    virtual: int = 1
+    virtual: int = 1  # pipeline stages on each rank
     context: int = 1
-    expert: int = 1
+    expert: int = 1  # ranks, of those of data and context parallelism, that divide the experts of a block among them
 
     def __post_init__(self) -> None:
         numbers = {"number of ranks": self.world}

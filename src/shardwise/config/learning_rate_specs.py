@@ -13,23 +13,14 @@ _MODULE = "shardwise.optim.learning_rate"
 
 @dataclass(frozen=True)
 class LearningRateSpec:
-    """A schedule of learning rates.
+    """A schedule of learning rates."""
 
-    Attributes:
-        name: value of `optimizer.schedule`.
-        path: its function, with the arguments and the result of `rate`, as package.module:name.
-        keys: keys of the section `optimizer` that schedules which do not list them refuse.
-        needs: of these, those that must be given, each with what to give.
-        excludes: other keys that must be left out.
-        reason: why, and what to do instead.
-    """
-
-    name: str
-    path: str
-    keys: tuple[str, ...] = ()
-    needs: Mapping[str, str] = field(default_factory=dict)
-    excludes: tuple[str, ...] = ()
-    reason: str = ""
+    name: str  # value of `optimizer.schedule`
+    path: str  # its function, with the arguments and the result of `rate`, as package.module:name
+    keys: tuple[str, ...] = ()  # keys of the section `optimizer` that schedules which do not list them refuse
+    needs: Mapping[str, str] = field(default_factory=dict)  # of these, those that must be given, each with what to give
+    excludes: tuple[str, ...] = ()  # other keys that must be left out
+    reason: str = ""  # why, and what to do instead
 
     @cached_property
     def rate(self) -> Callable[[Any, int, int], float]:

@@ -74,8 +74,7 @@ class UserModelConfig(Section):
 
 ModelConfig: TypeAlias = FamilyConfig | UserModelConfig
 
-_SPARSE = ("olmoe", "qwen3_moe", "mixtral", "glm4_moe")
-"""The families of `config/sparse.py`."""
+_SPARSE = ("olmoe", "qwen3_moe", "mixtral", "glm4_moe")  # the families of `config/sparse.py`
 _RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
 
 

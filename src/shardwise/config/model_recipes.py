@@ -30,10 +30,8 @@ _SHOWN = (
 _LONGEST = 4096
 _MOST_TOKENS = 1 << 22
 _STEPS = 100_000
-_WIDE = 2048
-"""Width from which a model has about a billion parameters, so that ranks divide its weights."""
-_FETCHED: dict[str, Path] = {}
-"""The file of each hub id that this process asked for, so that it asks once."""
+_WIDE = 2048  # width from which a model has about a billion parameters, so that ranks divide its weights
+_FETCHED: dict[str, Path] = {}  # the file of each hub id that this process asked for, so that it asks once
 _VERSIONS = r"[-_.](base|it|pt|hf|instruct|chat|think|uncased|\d{4}|v[\d.]+)(?=[-_.]|$)|^meta-"
 """Parts of a repository's name that do not change the shape of a model."""
 

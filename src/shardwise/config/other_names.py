@@ -53,22 +53,14 @@ COMMANDS: dict[str, str] = _RECORD["commands"]
 
 @dataclass(frozen=True)
 class _Program:
-    """A program whose files are read.
-
-    Attributes:
-        marks: names of settings by which a file is known to be its own.
-        defaults: what it does where a setting is left out.
-        ignored: pattern of settings, as `name=value`, that say nothing on a training here.
-        keys: values of keys of ours that say what it always does.
-        note: what our training does otherwise.
-    """
+    """A program whose files are read."""
 
     title: str
-    marks: frozenset[str]
-    defaults: dict[str, Any]
-    ignored: str
-    keys: dict[str, Any]
-    note: str
+    marks: frozenset[str]  # names of settings by which a file is known to be its own
+    defaults: dict[str, Any]  # what it does where a setting is left out
+    ignored: str  # pattern of settings, as `name=value`, that say nothing on a training here
+    keys: dict[str, Any]  # values of keys of ours that say what it always does
+    note: str  # what our training does otherwise
 
     @property
     def names(self) -> frozenset[str]:

@@ -17,23 +17,14 @@ Matmul = Literal["fp8"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes to which the section `precision` of a configuration resolves.
+    """The dtypes to which the section `precision` of a configuration resolves."""
 
-    Attributes:
-        parameter: dtype of parameters, activations and matmuls.
-        gradient: dtype in which gradients are summed over micro-batches.
-        reduce: dtype in which gradients are summed over ranks.
-        optimizer: dtype of masters.
-        moments: dtype of moments; if it is not that of masters, they are rounded stochastically.
-        rounding: rule by which the update rounds masters.
-    """
-
-    parameter: DtypeName
-    gradient: DtypeName
-    reduce: DtypeName
-    optimizer: DtypeName
-    moments: DtypeName
-    rounding: Rounding
+    parameter: DtypeName  # dtype of parameters, activations and matmuls
+    gradient: DtypeName  # dtype in which gradients are summed over micro-batches
+    reduce: DtypeName  # dtype in which gradients are summed over ranks
+    optimizer: DtypeName  # dtype of masters
+    moments: DtypeName  # dtype of moments; if it is not that of masters, they are rounded stochastically
+    rounding: Rounding  # rule by which the update rounds masters
 
     @property
     def master_bytes(self) -> int:

@@ -36,19 +36,13 @@ from shardwise.config.token_counts import Path, replace_at_place, step_places, s
 
 @dataclass(frozen=True)
 class SizeStage:
-    """A stretch of steps with equal sizes, of a run whose `data.stages` change them.
-
-    Attributes:
-        begin: steps before the stage.
-        unit: greatest common divisor of the sequence lengths of all stages.
-        block: their least common multiple.
-    """
+    """A stretch of steps with equal sizes, of a run whose `data.stages` change them."""
 
     run: Config
-    begin: int
+    begin: int  # steps before the stage
     end: int
-    unit: int
-    block: int
+    unit: int  # greatest common divisor of the sequence lengths of all stages
+    block: int  # their least common multiple
 
 
 class Config(Section):

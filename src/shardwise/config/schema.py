@@ -14,8 +14,7 @@ from shardwise.config.sections import BATCH_RULE
 from shardwise.config.token_counts import TOKENS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_USER_MODEL = r":"
-"""A pattern in `model.family` if it names a class of the user's own."""
+_USER_MODEL = r":"  # a pattern in `model.family` if it names a class of the user's own
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -25,8 +25,7 @@ SPARSE_SIZES = (
     "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
 """Keys of the sizes of a sparse model: the first three are families' names of the number of experts."""
-_FEW = 8
-"""Experts of a block in miniature, if a token does not have more."""
+_FEW = 8  # experts of a block in miniature, if a token does not have more
 _TRAINING_FIELDS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 """Fields of the balance of loads in transformers' training, which a recipe's own keys describe."""
 

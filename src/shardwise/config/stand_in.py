@@ -12,16 +12,11 @@ _INT64 = 2**63 - 1  # the limit of keys is too low for counts of a large model
 
 
 class StandIn(LlamaConfig):
-    """The Llama of the same width, depth and matrices as a class of the user's own.
+    """The Llama of the same width, depth and matrices as a class of the user's own."""
 
-    Attributes:
-        own: the user's section: the sizes that it names, and no others, limit the layout.
-        parameters: elements of the parameters of the class.
-        held_bytes: bytes that a sample's activations take beyond those of the Llama, before they are cut.
-    """
-
-    own: UserModelConfig
-    parameters: int = Field(le=_INT64)
+    own: UserModelConfig  # the user's section: the sizes that it names, and no others, limit the layout
+    parameters: int = Field(le=_INT64)  # elements of the parameters of the class
+    # Bytes that a sample's activations take beyond those of the Llama, before they are cut.
     held_bytes: int = Field(default=0, le=_INT64)
 
     def cut_over(self, tensor: int) -> StandIn:

@@ -17,10 +17,8 @@ from shardwise.config.other_names import (
     WITHOUT_KEY,
 )
 
-_NEAR = 0.65
-"""Least similarity of names in one section, and of options."""
-_VERY_NEAR = 0.8
-"""Least similarity of names anywhere."""
+_NEAR = 0.65  # least similarity of names in one section, and of options
+_VERY_NEAR = 0.8  # least similarity of names anywhere
 _OWN_MEANING = frozenset({
     "config", "data", "enabled", "every", "format", "keep", "load", "loss", "mode", "name", "nodes", "optimizer",
     "options", "path", "reduce", "resume", "schedule", "stages", "steps", "timeout",

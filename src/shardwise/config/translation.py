@@ -16,8 +16,7 @@ from shardwise.base.parsing import parse_value, yaml_scalar
 from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
 from shardwise.config.pydantic_errors import known_paths
 
-_UNSET = (None, "", -1, "auto")
-"""Values by which programs say that a setting is left out."""
+_UNSET = (None, "", -1, "auto")  # values by which programs say that a setting is left out
 _VALUE = "VALUE"
 _MOST_BASE = 1024
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -35,19 +34,13 @@ _ROUNDINGS: dict[str, Callable[[Any], int]] = {"floor": math.floor, "ceil": math
 
 @dataclass(frozen=True)
 class Setting:
-    """The translation of a setting of another program.
-
-    Attributes:
-        keys: our keys and options with their values.
-        reason: why there is none, or none with this value; empty if the name is not known.
-        is_default: True if the program does so where the setting is left out.
-    """
+    """The translation of a setting of another program."""
 
     name: str
     value: Any
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    is_default: bool = False
+    keys: Mapping[str, Any] = field(default_factory=dict)  # our keys and options with their values
+    reason: str = ""  # why there is none, or none with this value; empty if the name is not known
+    is_default: bool = False  # True if the program does so where the setting is left out
 
 
 class _NoCounterpartError(Exception):

@@ -22,15 +22,11 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """The texts of `evaluation.sets`, on which a model is evaluated.
+    """The texts of `evaluation.sets`, on which a model is evaluated."""
 
-    Attributes:
-        batches: samples of each text by its name; an evaluation predicts each token once.
-        bytes_V: `vocabulary_byte_counts` of the run's tokenizer, [vocabulary of the model].
-    """
-
+    # Samples of each text by its name; an evaluation predicts each token once.
     batches: Mapping[str, Batches] = field(default_factory=dict)
-    bytes_V: IntArray | None = None
+    bytes_V: IntArray | None = None  # `vocabulary_byte_counts` of the run's tokenizer, [vocabulary of the model]
 
     @property
     def note(self) -> str | None:

@@ -20,10 +20,8 @@ from shardwise.config.evaluation import EvaluationConfig
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 
-_MAX_TOKENS = 256
-"""New tokens of a continuation where a task names no number, as for `--model hf`."""
-_TOP_K = 50
-"""The likeliest tokens that are drawn from where a task names no number: the default of transformers."""
+_MAX_TOKENS = 256  # new tokens of a continuation where a task names no number, as for `--model hf`
+_TOP_K = 50  # the likeliest tokens that are drawn from where a task names no number: the default of transformers
 
 
 def require_lm_eval(settings: EvaluationConfig) -> None:

@@ -24,8 +24,7 @@ from shardwise.data.tokens.encoding import document_marks
 from shardwise.data.tokens.tokenizer import trained_special_tokens
 from shardwise.data.tokens.tokenizer_files import place_of_tokenizer, resolve_tokenizer
 
-_UNUSED = 0.1
-"""Share of the vocabulary that a tokenizer may leave without a token, as padding and reserved tokens do."""
+_UNUSED = 0.1  # share of the vocabulary that a tokenizer may leave without a token, as padding and reserved tokens do
 TRAINED_AT_START = "trained on the data when the run starts"
 """The end of the row on a tokenizer that nothing names."""
 

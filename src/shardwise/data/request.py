@@ -21,42 +21,28 @@ Announce = Callable[[str], None] | None
 
 @dataclass(frozen=True)
 class DataRequest:
-    """The facts of a run by which its data are opened and cut into samples.
+    """The facts of a run by which its data are opened and cut into samples."""
 
-    Attributes:
-        data: section `data`, or that of a source of a mixture.
-        hook: object of the user that gives the samples (`hooks.data`); None: the keys of `data` name them.
-        objectives: objectives of the model: `("lm",)`, or `("mlm", "nsp")` of BERT.
-        pad_token_id: id that a model of sentence pairs pads with; None for others.
-        token_types: segments that a model of sentence pairs tells apart; None for others.
-        weights: weights that the run starts from (`checkpoint.load`), which have a tokenizer; None if it starts anew.
-        block_length: tokens that all stages of the run keep together in the order of the data.
-        unit_length: tokens of the shortest samples into which whole documents are packed.
-        stages: weights of a mixture's sources from the first step on; empty for other data.
-        root: the data cache, for results that take long to make.
-        announce: called with a line before such work; None tells nobody.
-        any_size: True if parts may hold less than a sample each, which training needs.
-    """
-
-    data: DataConfig
-    hook: str | None
+    data: DataConfig  # section `data`, or that of a source of a mixture
+    hook: str | None  # object of the user that gives the samples (`hooks.data`); None: the keys of `data` name them
     family: str
-    objectives: tuple[str, ...]
+    objectives: tuple[str, ...]  # objectives of the model: `("lm",)`, or `("mlm", "nsp")` of BERT
     vocab_size: int
-    pad_token_id: int | None
-    token_types: int | None
+    pad_token_id: int | None  # id that a model of sentence pairs pads with; None for others
+    token_types: int | None  # segments that a model of sentence pairs tells apart; None for others
+    # Weights that the run starts from (`checkpoint.load`), which have a tokenizer; None if it starts anew.
     weights: str | None
     sequence_length: int
-    block_length: int
-    unit_length: int
+    block_length: int  # tokens that all stages of the run keep together in the order of the data
+    unit_length: int  # tokens of the shortest samples into which whole documents are packed
     seed: int
     eval_every: int
     has_sets: bool
     sample_prompt: str | None
-    stages: tuple[MixtureStage, ...]
-    root: Path
-    announce: Announce = None
-    any_size: bool = False
+    stages: tuple[MixtureStage, ...]  # weights of a mixture's sources from the first step on; empty for other data
+    root: Path  # the data cache, for results that take long to make
+    announce: Announce = None  # called with a line before such work; None tells nobody
+    any_size: bool = False  # True if parts may hold less than a sample each, which training needs
 
     @staticmethod
     def of(

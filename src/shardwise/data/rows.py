@@ -37,15 +37,10 @@ PARTS: tuple[Part, ...] = tuple(PART_NAMES)
 
 @dataclass(frozen=True)
 class Sentences:
-    """The bounds of the sentences and the documents of a row of tokens.
+    """The bounds of the sentences and the documents of a row of tokens."""
 
-    Attributes:
-        bounds: first token of each sentence, then the number of tokens: [sentences + 1], increasing.
-        documents: first sentence of each document, then the number of sentences: [documents + 1], increasing.
-    """
-
-    bounds: IntArray
-    documents: IntArray
+    bounds: IntArray  # first token of each sentence, then the number of tokens: [sentences + 1], increasing
+    documents: IntArray  # first sentence of each document, then the number of sentences: [documents + 1], increasing
 
     def __post_init__(self) -> None:
         for row in (self.bounds, self.documents):

@@ -67,19 +67,12 @@ def check_divides(tensor: Tensor, dim: int, group: Group) -> None:
 
 @dataclass(eq=False)
 class Pending:
-    """A collective under way.
+    """A collective under way."""
 
-    Attributes:
-        result: tensor that `wait()` returns, complete by then.
-        work: torch's handle; None: there is nothing to wait for.
-        finish: function that is called once, after the last byte arrived.
-        group: group whose meter counts the wait.
-    """
-
-    result: Tensor
-    work: dist.Work | None = None
-    finish: Callable[[], object] | None = None
-    group: Group | None = None
+    result: Tensor  # tensor that `wait()` returns, complete by then
+    work: dist.Work | None = None  # torch's handle; None: there is nothing to wait for
+    finish: Callable[[], object] | None = None  # function that is called once, after the last byte arrived
+    group: Group | None = None  # group whose meter counts the wait
 
     def wait(self) -> Tensor:
         if self.work is not None:

@@ -307,8 +307,7 @@ def seconds_between(start: Mark, end: Mark) -> float:
     return end - start
 
 
-_process = functools.cache(psutil.Process)
-"""To find a process takes longer than to ask it."""
+_process = functools.cache(psutil.Process)  # to find a process takes longer than to ask it
 
 
 def memory_in_use(device: torch.device) -> int:

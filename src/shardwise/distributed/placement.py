@@ -369,15 +369,10 @@ def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
 
 @dataclass(eq=False)
 class FurtherGradient:
-    """A gradient of a placed parameter that adds up by itself; the optimizer adds it to the parameter's once a step.
+    """A gradient of a placed parameter that adds up by itself; the optimizer adds it to the parameter's once a step."""
 
-    Attributes:
-        grad: the sum until now; None before the first term.
-        grad_dtype: dtype of the sum; None: that of the terms.
-    """
-
-    grad: Tensor | None = None
-    grad_dtype: torch.dtype | None = None
+    grad: Tensor | None = None  # the sum until now; None before the first term
+    grad_dtype: torch.dtype | None = None  # dtype of the sum; None: that of the terms
 
     def add(self, term: Tensor) -> None:
         """Add a term as autograd adds one to `.grad`."""

@@ -24,8 +24,7 @@ import torch
 NEVER = timedelta(days=365)
 """The limit of gloo and the store where this module measures."""
 _TICK_SECONDS = 1.0
-_DEAF_SECONDS = 5.0
-"""Seconds after which a wait has not noticed that the connections were closed."""
+_DEAF_SECONDS = 5.0  # seconds after which a wait has not noticed that the connections were closed
 _THREAD_NAME = "wait-limit"
 _PACKAGE = Path(__file__).parent.parent
 _WAITING_CODE = (

@@ -21,29 +21,18 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class _BlockActivations:
-    """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`.
+    """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`."""
 
-    Attributes:
-        saves_input: True if the block's input x, [T/s, H], is one of the tensors counted below.
-        attention: saved around the core, by its norm, the QKV and output projections and dropout.
-        core_input: tensors that hold q, k and v as the core receives them.
-        core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
-        core: saved inside the core.
-        mlp: saved by the MLP with its norm and dropout.
-        normed: the part of `attention`, and as much of `mlp`, that a norm computes again of what it keeps.
-        rotated: the part of `core_input` that rotation computes again of the rest.
-        activated: the part of `mlp` that the activation computes again of what it keeps.
-    """
-
-    saves_input: bool
-    attention: int
-    core_input: int
+    saves_input: bool  # True if the block's input x, [T/s, H], is one of the tensors counted below
+    attention: int  # saved around the core, by its norm, the QKV and output projections and dropout
+    core_input: int  # tensors that hold q, k and v as the core receives them
+    # The part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
     core_input_saved: int
-    core: int
-    mlp: int
-    normed: int
-    rotated: int
-    activated: int
+    core: int  # saved inside the core
+    mlp: int  # saved by the MLP with its norm and dropout
+    normed: int  # the part of `attention`, and as much of `mlp`, that a norm computes again of what it keeps
+    rotated: int  # the part of `core_input` that rotation computes again of the rest
+    activated: int  # the part of `mlp` that the activation computes again of what it keeps
 
     @property
     def saved(self) -> int:
@@ -53,19 +42,13 @@ class _BlockActivations:
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Bytes of activations of several blocks for one micro-batch.
+    """Bytes of activations of several blocks for one micro-batch."""
 
-    Attributes:
-        kept: at the end of the forward pass.
-        peak: the most during the backward pass, with the gradients that it works with.
-        early: likewise while the gradients of the last block's experts are complete (`FeedForwardBytes.is_early`).
-        later: likewise from the moment at which another gradient of a weight of the last block is complete.
-    """
-
-    kept: int
-    peak: int
+    kept: int  # at the end of the forward pass
+    peak: int  # the most during the backward pass, with the gradients that it works with
+    # Likewise while the gradients of the last block's experts are complete (`FeedForwardBytes.is_early`).
     early: int = 0
-    later: int = 0
+    later: int = 0  # likewise from the moment at which another gradient of a weight of the last block is complete
 
 
 def activation_stack(workload: RankWorkload, layers: Iterable[int]) -> list[BlockStack]:

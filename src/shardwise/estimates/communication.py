@@ -43,18 +43,13 @@ _Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "bro
 
 @dataclass(frozen=True)
 class Transfer:
-    """An estimated collective, or a message to another rank.
-
-    Attributes:
-        bytes: size of the whole tensor.
-        count: number of times per step; a tensor that is sent in chunks counts once.
-    """
+    """An estimated collective, or a message to another rank."""
 
     axis: str
     kind: _Kind
     ranks: int
-    bytes: int
-    count: int
+    bytes: int  # size of the whole tensor
+    count: int  # number of times per step; a tensor that is sent in chunks counts once
     tensor: str
 
     @property

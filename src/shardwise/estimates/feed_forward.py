@@ -18,25 +18,15 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class FeedForwardBytes:
-    """Estimated bytes of activations in the second half of a block.
+    """Estimated bytes of activations in the second half of a block."""
 
-    Attributes:
-        saved: for the backward pass, with dropout and without the norm.
-        activated: the part of it that is computed again of the rest: results of activations.
-        at_work: at the last layer in the backward pass, but for gradients of weights and of the output.
-        weight_gradients: new gradients of weights, the most at a time.
-        holds_two: true if `at_work` is there twice at another moment.
-        is_early: true if it is experts, whose gradients are complete together, before others of the block.
-        recorded: what full recompute keeps beside the block's input.
-    """
-
-    saved: int
-    activated: int
-    at_work: int
-    weight_gradients: int
-    holds_two: bool = False
-    is_early: bool = False
-    recorded: int = 0
+    saved: int  # for the backward pass, with dropout and without the norm
+    activated: int  # the part of it that is computed again of the rest: results of activations
+    at_work: int  # at the last layer in the backward pass, but for gradients of weights and of the output
+    weight_gradients: int  # new gradients of weights, the most at a time
+    holds_two: bool = False  # true if `at_work` is there twice at another moment
+    is_early: bool = False  # true if it is experts, whose gradients are complete together, before others of the block
+    recorded: int = 0  # what full recompute keeps beside the block's input
 
 
 @lru_cache(maxsize=256)
@@ -81,23 +71,14 @@ def _mlp(workload: RankWorkload) -> FeedForwardBytes:
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """The tokens of a block's experts on a rank.
+    """The tokens of a block's experts on a rank."""
 
-    Attributes:
-        rows: R, those that the rank computes at an expert each: T·k where loads are balanced.
-        sent: T·D, a token to each of D ranks; in bit-equal sums D is k, since it travels to each expert by itself.
-        arriving: U, those that arrive at a rank's experts, of which it gets at most all of each rank.
-        are_apart: true if they are tensors by themselves, as those are that come from other ranks.
-        are_grouped: true if one kernel computes the products of all experts, as accelerators are taken to have.
-        choices: bytes of the weights and numbers of experts that travel with a token.
-    """
-
-    rows: int
-    sent: int
-    arriving: int
-    are_apart: bool
-    are_grouped: bool
-    choices: int
+    rows: int  # R, those that the rank computes at an expert each: T·k where loads are balanced
+    sent: int  # T·D, a token to each of D ranks; in bit-equal sums D is k, since it travels to each expert by itself
+    arriving: int  # U, those that arrive at a rank's experts, of which it gets at most all of each rank
+    are_apart: bool  # true if they are tensors by themselves, as those are that come from other ranks
+    are_grouped: bool  # true if one kernel computes the products of all experts, as accelerators are taken to have
+    choices: int  # bytes of the weights and numbers of experts that travel with a token
 
     @staticmethod
     def of(workload: RankWorkload, routing: Routing) -> ExpertTraffic:

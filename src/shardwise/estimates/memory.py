@@ -54,30 +54,24 @@ class MemoryEstimate:
     """Bytes of one rank at the peak of a training step, by kind.
 
     What the process holds before the model is built (interpreter, torch, a device's context) is not counted.
-
-    Attributes:
-        parameters: this rank's part, with the padding of the vocabulary and of the buckets; at stage 3 of ZeRO 1/n of
-            the buckets with matrices, over n data-parallel ranks.
-        gradients: as many elements, in the gradients' dtype; from stage 2 on 1/n of all.
-        optimizer: the optimizer's states of each element, and a master if its dtype is not that of the parameters; with
-            ZeRO a data-parallel rank has 1/n of them.
-        activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight.
-        loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
-        buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
-            activations, the reduction and stochastic rounding need at the peak, beyond the memory that activations and
-            loss have freed by then.
-        pipeline: a message that is under way; with several stages on a rank, what is sent and held until later.
-        in_flight: whole gradients at stages 2 and 3 until they are reduced, with the copies of a reduction, and whole
-            weights at stage 3 while a unit uses them, as many as there are at the peak.
     """
 
+    # This rank's part, with the padding of the vocabulary and of the buckets; at stage 3 of ZeRO 1/n of the buckets
+    # with matrices, over n data-parallel ranks.
     parameters: int
-    gradients: int
+    gradients: int  # as many elements, in the gradients' dtype; from stage 2 on 1/n of all
+    # The optimizer's states of each element, and a master if its dtype is not that of the parameters; with ZeRO a
+    # data-parallel rank has 1/n of them.
     optimizer: int
-    activations: int
-    loss: int
+    activations: int  # what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight
+    loss: int  # the head's live weight gradient, the gradient of its input, and one chunk of logits
+    # Rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of activations,
+    # the reduction and stochastic rounding need at the peak, beyond the memory that activations and loss have freed by
+    # then.
     buffers: int
-    pipeline: int = 0
+    pipeline: int = 0  # a message that is under way; with several stages on a rank, what is sent and held until later
+    # Whole gradients at stages 2 and 3 until they are reduced, with the copies of a reduction, and whole weights at
+    # stage 3 while a unit uses them, as many as there are at the peak.
     in_flight: int = 0
 
     @property

@@ -28,25 +28,17 @@ _FP8 = 1
 
 @dataclass(frozen=True, eq=False)
 class RankWorkload:
-    """The inputs of the estimates, for one pipeline rank. It is equal to itself alone, as a key of caches.
-
-    Attributes:
-        model: configuration of a family whose shapes are known.
-        precision: dtypes, resolved.
-        accelerator: True if the run is on an accelerator.
-        stages: stages of that rank; without a pipeline a single one, which is the model.
-        imbalance: rows that routers send to this rank over those of balanced loads.
-    """
+    """The inputs of the estimates, for one pipeline rank. It is equal to itself alone, as a key of caches."""
 
     config: Config
     layout: Layout
-    model: FamilyConfig
-    precision: Precision
+    model: FamilyConfig  # configuration of a family whose shapes are known
+    precision: Precision  # dtypes, resolved
     local: LocalWidths
-    accelerator: bool
+    accelerator: bool  # True if the run is on an accelerator
     pipeline_rank: int
-    stages: tuple[Stage, ...]
-    imbalance: float = 1.0
+    stages: tuple[Stage, ...]  # stages of that rank; without a pipeline a single one, which is the model
+    imbalance: float = 1.0  # rows that routers send to this rank over those of balanced loads
 
     @staticmethod
     def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> RankWorkload | None:

@@ -147,8 +147,7 @@ def _shapes(
     return tuple(shapes)
 
 
-_MOST_REDUCTIONS = 2
-"""Reductions of buckets that are under way at once, at most."""
+_MOST_REDUCTIONS = 2  # reductions of buckets that are under way at once, at most
 
 ByUnit = dict[int, int]
 """Bytes while the pass is at a unit, by the unit's number in `UnitPlace`."""
@@ -156,30 +155,19 @@ ByUnit = dict[int, int]
 
 @dataclass(frozen=True)
 class _GatherState:
-    """Weights on a rank between two passes.
+    """Weights on a rank between two passes."""
 
-    Attributes:
-        gathered: numbers of the buckets whose values are whole.
-        users: (bucket, unit) of each unit that still needs a bucket.
-    """
-
-    gathered: frozenset[int] = frozenset()
-    users: frozenset[tuple[int, int]] = frozenset()
+    gathered: frozenset[int] = frozenset()  # numbers of the buckets whose values are whole
+    users: frozenset[tuple[int, int]] = frozenset()  # (bucket, unit) of each unit that still needs a bucket
 
 
 @dataclass(frozen=True)
 class _GatherPass:
-    """One pass of a micro-batch through a stage.
+    """One pass of a micro-batch through a stage."""
 
-    Attributes:
-        state: weights on the rank afterwards.
-        sent: bytes of values that were gathered, by the number of ranks that divide the tensors among them.
-        values: bytes of whole values at each unit.
-    """
-
-    state: _GatherState
-    sent: Counter[int]
-    values: ByUnit
+    state: _GatherState  # weights on the rank afterwards
+    sent: Counter[int]  # bytes of values that were gathered, by the number of ranks that divide the tensors among them
+    values: ByUnit  # bytes of whole values at each unit
 
 
 class _StageGathers:
@@ -325,26 +313,16 @@ def _reduction_copies(workload: RankWorkload, shape: BucketShape) -> int:
 
 @dataclass
 class _Reductions:
-    """The buckets of one stage, in the order in which their reductions begin.
-
-    Attributes:
-        gradient: bytes of an element of gradients that have memory only until they are reduced; 0: all have memory.
-        copies: bytes of copies of an element under reduction, of each bucket.
-        filling: numbers of buckets that have some of their gradients.
-        under_way: numbers of buckets that are being reduced.
-        size: bytes of gradients and copies now.
-        started: number of reductions that have begun in this round.
-        missing: parameters without a gradient, by the number of the bucket.
-    """
+    """The buckets of one stage, in the order in which their reductions begin."""
 
     shapes: Sequence[BucketShape]
-    gradient: int
-    copies: Sequence[int]
-    filling: set[int] = field(default_factory=set)
-    under_way: deque[int] = field(default_factory=deque)
-    size: int = 0
-    started: int = 0
-    missing: Counter[int] = field(default_factory=Counter)
+    gradient: int  # bytes of an element of gradients that have memory only until they are reduced; 0: all have memory
+    copies: Sequence[int]  # bytes of copies of an element under reduction, of each bucket
+    filling: set[int] = field(default_factory=set)  # numbers of buckets that have some of their gradients
+    under_way: deque[int] = field(default_factory=deque)  # numbers of buckets that are being reduced
+    size: int = 0  # bytes of gradients and copies now
+    started: int = 0  # number of reductions that have begun in this round
+    missing: Counter[int] = field(default_factory=Counter)  # parameters without a gradient, by the number of the bucket
 
     def begin_round(self) -> None:
         self.started = 0
@@ -445,22 +423,15 @@ def _gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, 
 
 @dataclass(frozen=True)
 class StageInFlightBytes:
-    """Estimated bytes of one pipeline stage that are in memory only while they are used.
+    """Estimated bytes of one pipeline stage that are in memory only while they are used."""
 
-    Attributes:
-        weights: whole weights at each unit of a forward and of a backward pass.
-        gradients: gradients and copies at each unit of any backward pass; none where they are reduced once a step.
-        reduced: likewise of the last micro-batch's backward pass.
-        before: likewise before the unit has a gradient of a weight, and while its routed weights get theirs.
-        left: gradients and copies between two passes.
-        other_weights: weights of the rank's other stages, which stay from their forward pass to their backward pass.
-    """
-
-    weights: tuple[ByUnit, ByUnit]
-    gradients: ByUnit
-    reduced: ByUnit
+    weights: tuple[ByUnit, ByUnit]  # whole weights at each unit of a forward and of a backward pass
+    gradients: ByUnit  # gradients and copies at each unit of any backward pass; none where they are reduced once a step
+    reduced: ByUnit  # likewise of the last micro-batch's backward pass
+    # Likewise before the unit has a gradient of a weight, and while its routed weights get theirs.
     before: dict[int, tuple[int, int]] = field(default_factory=dict)
-    left: int = 0
+    left: int = 0  # gradients and copies between two passes
+    # Weights of the rank's other stages, which stay from their forward pass to their backward pass.
     other_weights: int = 0
 
     @staticmethod
@@ -504,14 +475,10 @@ class StageInFlightBytes:
 
 @dataclass(frozen=True)
 class InFlightBytes:
-    """Estimated bytes of a rank's weights and gradients that are in memory only while they are used.
-
-    Attributes:
-        constant: whole gradients and weights that have memory until the end of the step.
-    """
+    """Estimated bytes of a rank's weights and gradients that are in memory only while they are used."""
 
     stages: dict[int, StageInFlightBytes]
-    constant: int
+    constant: int  # whole gradients and weights that have memory until the end of the step
 
     @staticmethod
     def of(workload: RankWorkload) -> InFlightBytes:

@@ -11,52 +11,30 @@ from shardwise.pipeline.action_order import Action
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Estimated bytes that one micro-batch needs in one stage.
+    """Estimated bytes that one micro-batch needs in one stage."""
 
-    Attributes:
-        kept: bytes from the forward pass until the gradients of the weights are computed.
-        loss: more bytes than `kept` while the loss is computed.
-        loss_kept: part of `loss` that is held until the backward pass. The first half of a split one copies it.
-        backward: the most during the backward pass, with the part of `kept` that is not free yet.
-        last: bytes at the end of the backward pass.
-        waiting: more bytes than `kept` between the two halves of a split backward pass.
-        reduction: the most during the last micro-batch's backward pass, while this stage's gradients are reduced.
-        split: more bytes than `kept` at the peak of the first half of a split backward pass.
-        onwards: message to the next stage.
-        back: message to the previous stage, which is held until the end of the step.
-        forward: more bytes than `kept` at some time of the forward pass before the loss.
-    """
-
-    kept: int
-    loss: int
-    loss_kept: int
-    backward: int
-    last: int
-    waiting: int
-    reduction: int
-    split: int = 0
-    onwards: int = 0
-    back: int = 0
-    forward: int = 0
+    kept: int  # bytes from the forward pass until the gradients of the weights are computed
+    loss: int  # more bytes than `kept` while the loss is computed
+    loss_kept: int  # part of `loss` that is held until the backward pass. The first half of a split one copies it
+    backward: int  # the most during the backward pass, with the part of `kept` that is not free yet
+    last: int  # bytes at the end of the backward pass
+    waiting: int  # more bytes than `kept` between the two halves of a split backward pass
+    reduction: int  # the most during the last micro-batch's backward pass, while this stage's gradients are reduced
+    split: int = 0  # more bytes than `kept` at the peak of the first half of a split backward pass
+    onwards: int = 0  # message to the next stage
+    back: int = 0  # message to the previous stage, which is held until the end of the step
+    forward: int = 0  # more bytes than `kept` at some time of the forward pass before the loss
 
 
 @dataclass(frozen=True)
 class StepPeak:
-    """The estimated peak of a step: its largest numbers of bytes.
+    """The estimated peak of a step: its largest numbers of bytes."""
 
-    Attributes:
-        activations: bytes kept for backward passes.
-        forward: activations and the bytes that losses need.
-        whole: bytes at any time, without messages.
-        sent: bytes that messages add to `whole`.
-        in_flight: largest number of micro-batches of one stage whose activations are held at once.
-    """
-
-    activations: int
-    forward: int
-    whole: int
-    sent: int
-    in_flight: int
+    activations: int  # bytes kept for backward passes
+    forward: int  # activations and the bytes that losses need
+    whole: int  # bytes at any time, without messages
+    sent: int  # bytes that messages add to `whole`
+    in_flight: int  # largest number of micro-batches of one stage whose activations are held at once
 
 
 def step_peak(

@@ -38,13 +38,11 @@ _MPI = (
 """Variables of Open MPI, of MVAPICH2, and of MPICH and Intel MPI: rank, number of ranks, names of the rank on one
 machine, names of their number there, and names of the job's id, which MPICH does not give."""
 _FIRST_PORT = 15000
-_PORTS = 17000
-"""Below the ports that Linux gives to outgoing connections (32768 and above)."""
+_PORTS = 17000  # below the ports that Linux gives to outgoing connections (32768 and above)
 _SIGNALS = {ConfigError.exit_code: "TERM", StoppedError.exit_code: "TERM"}
 _TIME_TO_TELL = 1.0
 """Seconds in which the launcher prints the text of this task, and the other tasks find the same wrong input."""
-_TURNS = 6
-"""Factor by which the last task waits longer for its turn in `show_failure`."""
+_TURNS = 6  # factor by which the last task waits longer for its turn in `show_failure`
 
 
 @dataclass(frozen=True)

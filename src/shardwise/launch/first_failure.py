@@ -20,8 +20,7 @@ from shardwise.runs.failure_record import HEADING
 
 TRACEBACK = "traceback: "
 """Beginning of the line of a failure's text that names the log with the traceback."""
-_WAITED = " waited for "
-"""Words of a `LostPeerError` that names whom its rank waited for."""
+_WAITED = " waited for "  # words of a `LostPeerError` that names whom its rank waited for
 _TURN_SECONDS = 2.0
 _INPUT_TURNS = 5
 """Turns that a rank waits with wrong input, which all ranks usually have: on a busy machine rank 0 may come late."""
@@ -38,18 +37,14 @@ _OWN_DEATHS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a launched rank.
-
-    Attributes:
-        waited: True if the rank lost another one: the text says only what it was doing then, and is no cause.
-        log: path of the log in which the user reads more; None without one.
-    """
+    """The failure of a launched rank."""
 
     rank: int
     text: str
     exit_code: int
+    # True if the rank lost another one: the text says only what it was doing then, and is no cause.
     waited: bool = False
-    log: str | None = None
+    log: str | None = None  # path of the log in which the user reads more; None without one
 
     @property
     def told(self) -> str:

@@ -25,32 +25,24 @@ from shardwise.base.units import spans
 from shardwise.launch.environment import HEARTBEATS, joined
 
 SECONDS = 1.0
-_SILENT_SECONDS = 5.0
-"""Seconds without a heartbeat after which a process is stopped, or gone."""
-_SHOWN = 4
-"""Number of ranks that a text describes one by one."""
+_SILENT_SECONDS = 5.0  # seconds without a heartbeat after which a process is stopped, or gone
+_SHOWN = 4  # number of ranks that a text describes one by one
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The doings of one rank when its heartbeat was read.
-
-    Attributes:
-        age: seconds since the heartbeat.
-        doing: step and phase, as the user reads them.
-        since: seconds for which the rank has done this.
-        called: number of collectives that the rank has called in each group, and the kind of the last one.
-    """
+    """The doings of one rank when its heartbeat was read."""
 
     rank: int
     pid: int
     host: str
     device: str
     stage: int
-    age: float
+    age: float  # seconds since the heartbeat
     step: int
-    doing: str
-    since: float
+    doing: str  # step and phase, as the user reads them
+    since: float  # seconds for which the rank has done this
+    # Number of collectives that the rank has called in each group, and the kind of the last one.
     called: Mapping[str, tuple[int, str]]
 
     @property

@@ -114,21 +114,14 @@ def _signal_at_the_start(ended: _LocalRanksEnd) -> str | None:
 
 @dataclass(frozen=True)
 class _LocalRanksEnd:
-    """The end of the ranks of this machine.
+    """The end of the ranks of this machine."""
 
-    Attributes:
-        code: the agent's exit code, or minus the signal that killed it.
-        stopped: text of ranks that stopped as they were asked to; None if they did not.
-        exit_codes: ends of the failed ranks (exit code, or minus the signal).
-        took_steps: True if the ranks had begun to take steps.
-    """
-
-    code: int
-    stopped: str | None
+    code: int  # the agent's exit code, or minus the signal that killed it
+    stopped: str | None  # text of ranks that stopped as they were asked to; None if they did not
     reported: Failure | None
-    exit_codes: Mapping[int, int]
+    exit_codes: Mapping[int, int]  # ends of the failed ranks (exit code, or minus the signal)
     beats: Sequence[heartbeat.Beat]
-    took_steps: bool = False
+    took_steps: bool = False  # True if the ranks had begun to take steps
 
 
 def run_ranks(

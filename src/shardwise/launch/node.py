@@ -39,25 +39,15 @@ _JOIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """The facts that the launcher of a node gets from its job's supervisor.
+    """The facts that the launcher of a node gets from its job's supervisor."""
 
-    Attributes:
-        address: address of the first node, where rank 0 and the supervisor are.
-        port: free port of the first node, at which the ranks meet.
-        control: the supervisor's port on the first node.
-        id: id of this attempt: no process of an earlier one can meet its ranks.
-        nodes: number of launchers.
-        secret: text that a launcher shows to the supervisor.
-        silence: seconds without a message after which one of the two takes the other for lost.
-    """
-
-    address: str
-    port: int
-    control: int
-    id: str
-    nodes: int
-    secret: str
-    silence: float
+    address: str  # address of the first node, where rank 0 and the supervisor are
+    port: int  # free port of the first node, at which the ranks meet
+    control: int  # the supervisor's port on the first node
+    id: str  # id of this attempt: no process of an earlier one can meet its ranks
+    nodes: int  # number of launchers
+    secret: str  # text that a launcher shows to the supervisor
+    silence: float  # seconds without a message after which one of the two takes the other for lost
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of the launchers."""
@@ -66,16 +56,11 @@ class LauncherFacts:
 
 @dataclass(frozen=True)
 class Node:
-    """The node of this launcher.
-
-    Attributes:
-        number: index among the nodes of the attempt, in the order of SLURM's list.
-        name: SLURM's name of the node; without one the host's.
-    """
+    """The node of this launcher."""
 
     attempt: LauncherFacts
-    number: int
-    name: str
+    number: int  # index among the nodes of the attempt, in the order of SLURM's list
+    name: str  # SLURM's name of the node; without one the host's
 
 
 def this_node() -> Node:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-_terminal: int | None = None
-"""Descriptor of the standard error from before `redirect`."""
+_terminal: int | None = None  # descriptor of the standard error from before `redirect`
 
 
 def redirect(rank: int, log_path: Path) -> None:

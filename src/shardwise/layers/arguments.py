@@ -13,8 +13,7 @@ import torch
 from shardwise.base.errors import ArgumentError, listing, nearest_name
 from shardwise.distributed.mesh import Group, Ranks, job_rank, job_size
 
-_warned: list[str] = []
-"""The layer or loss of which this process warned. It warns once: the first one stands for all."""
+_warned: list[str] = []  # the layer or loss of which this process warned. It warns once: the first one stands for all
 
 
 def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Group:

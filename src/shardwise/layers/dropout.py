@@ -42,15 +42,10 @@ class Place:
 
 
 class _Masks:
-    """The masks of `invariant` mode.
+    """The masks of `invariant` mode."""
 
-    Attributes:
-        samples_B: `[B]`, number of each sample in the run, on the model's device.
-        places_S: places of the tokens in the sequence, where context parallelism cuts it; None: 0, 1, …
-    """
-
-    samples_B: Tensor
-    places_S: Tensor | None
+    samples_B: Tensor  # `[B]`, number of each sample in the run, on the model's device
+    places_S: Tensor | None  # places of the tokens in the sequence, where context parallelism cuts it; None: 0, 1, …
 
     def keep(self, rows: Tensor, width: int, p: float, place: Place, columns: Tensor | None = None) -> Tensor:
         """Draw the elements that stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.

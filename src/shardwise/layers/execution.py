@@ -45,31 +45,24 @@ class Compiler(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """The way in which the layers of a model compute.
+    """The way in which the layers of a model compute."""
 
-    Attributes:
-        overlap: way in which column- and row-parallel layers communicate during their matmuls (`layers/matmul.py`);
-            None: in turn with them.
-        regathers: true if column-parallel layers under sequence parallelism gather their inputs again for the backward
-            pass, and do not keep them.
-        fp8: true if column- and row-parallel layers multiply in fp8 in training (`layers/fp8.py`).
-        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
-        experts: the ranks over which the experts of a block are divided.
-        balance: objectives of routers (`layers/balance.py`); None: they have none.
-        loss: function of the user's in the place of an output head's cross-entropy: whole logits `[S, B, V]` and
-            targets `[S, B]` → the sum of their losses.
-        compiler: compiles blocks and the loss of the head; None: they stay eager.
-    """
-
+    # Way in which column- and row-parallel layers communicate during their matmuls (`layers/matmul.py`); None: in turn
+    # with them.
     overlap: Overlap | None = None
+    # True if column-parallel layers under sequence parallelism gather their inputs again for the backward pass, and do
+    # not keep them.
     regathers: bool = False
-    fp8: bool = False
+    fp8: bool = False  # true if column- and row-parallel layers multiply in fp8 in training (`layers/fp8.py`)
+    # True if ranks that share samples pass their keys and values round, false if they gather them.
     passes_keys: bool = False
     context_group: Group = field(default_factory=Group)
-    experts: ExpertRanks = field(default_factory=ExpertRanks)
-    balance: Balance | None = None
+    experts: ExpertRanks = field(default_factory=ExpertRanks)  # the ranks over which the experts of a block are divided
+    balance: Balance | None = None  # objectives of routers (`layers/balance.py`); None: they have none
+    # Function of the user's in the place of an output head's cross-entropy: whole logits `[S, B, V]` and targets `[S,
+    # B]` → the sum of their losses.
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    compiler: Compiler | None = None
+    compiler: Compiler | None = None  # compiles blocks and the loss of the head; None: they stay eager
 
     def scaling(self, group: Group, *, cuts_outputs: bool) -> Scaling | None:
         """Return the scales of a linear layer whose outputs, or else inputs, a group shares; None without fp8."""

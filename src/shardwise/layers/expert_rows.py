@@ -45,26 +45,16 @@ class SumsByToken(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Journey:
-    """The way of tokens to the ranks that have their experts, and of results back.
-
-    Attributes:
-        count: N.
-        experts: numbers of experts, `[T, k]`, ascending.
-        once: true if a token travels once to a rank, with all its choices; false if it does with each by itself.
-        places: of the choices with which tokens travel, by rank, among all T·k.
-        sent: tokens for each rank.
-        arriving: tokens from each rank; U is their sum.
-        rows: R.
-    """
+    """The way of tokens to the ranks that have their experts, and of results back."""
 
     group: Group
-    count: int
-    experts: Tensor
-    once: bool
-    places: Tensor
-    sent: list[int]
-    arriving: list[int]
-    rows: int
+    count: int  # N
+    experts: Tensor  # numbers of experts, `[T, k]`, ascending
+    once: bool  # true if a token travels once to a rank, with all its choices; false if it does with each by itself
+    places: Tensor  # of the choices with which tokens travel, by rank, among all T·k
+    sent: list[int]  # tokens for each rank
+    arriving: list[int]  # tokens from each rank; U is their sum
+    rows: int  # R
 
     @staticmethod
     def of(experts: Tensor, counts: Tensor, group: Group, *, once: bool) -> Journey:
@@ -226,8 +216,7 @@ def _parts(gate_up: Tensor, down: Tensor, count: int) -> list[_Pair]:
 
 # ---- rows at one expert, or at a part of its width: n rows
 
-_LARGE = 2**23
-"""Multiplications from which on oneDNN's kernel for one more number of rows, 0.4 ms and 600 KiB, pays."""
+_LARGE = 2**23  # multiplications from which on oneDNN's kernel for one more number of rows, 0.4 ms and 600 KiB, pays
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -28,8 +28,7 @@ OPERAND = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
 """The format of gradients of outputs."""
 _MANTISSA = 2**23 - 1
-_EXPONENT = 0xFF << 23
-"""Bits of a float32 number."""
+_EXPONENT = 0xFF << 23  # bits of a float32 number
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return linear(x.t(), dy.t()).t()
 
 
-_TOKENS = 512
-"""Tokens over which MKL adds in one run, whatever the size of the result."""
+_TOKENS = 512  # tokens over which MKL adds in one run, whatever the size of the result
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -144,8 +143,7 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
     return devices.cpu_prefers_onednn()
 
 
-_operator_is_defined = False
-"""True once compiled graphs can have the operator."""
+_operator_is_defined = False  # true once compiled graphs can have the operator
 
 
 def define_linear() -> None:

@@ -32,8 +32,7 @@ from shardwise.models.blocks import ATTENTION, BlockContext, LayerFactory
 from shardwise.models.masks import KernelMask, Mask
 from shardwise.models.rotary import RotateJoined, rotate
 
-_Tables = tuple[Tensor, Tensor] | None
-"""Cosines and sines by which queries and keys are rotated."""
+_Tables = tuple[Tensor, Tensor] | None  # cosines and sines by which queries and keys are rotated
 
 
 class AttentionCore(nn.Module):

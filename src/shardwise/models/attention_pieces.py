@@ -140,18 +140,13 @@ def _define_gradients() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries that follow one another, and keys.
-
-    Attributes:
-        keys: places of the keys, which are their rows in tensors of all keys.
-        is_causal: true if the keys are the queries' own: each query sees those up to it.
-        mask: the mask of the queries and these keys; None: each query sees all keys, or those up to it.
-    """
+    """Queries that follow one another, and keys."""
 
     samples: slice
     rows: range
-    keys: range
-    is_causal: bool = False
+    keys: range  # places of the keys, which are their rows in tensors of all keys
+    is_causal: bool = False  # true if the keys are the queries' own: each query sees those up to it
+    # The mask of the queries and these keys; None: each query sees all keys, or those up to it.
     mask: AttentionMask | None = None
 
     @property

@@ -54,21 +54,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What a `FamilyModel` builds of its model: blocks, and embedding or head; by default all of it.
+    """What a `FamilyModel` builds of its model: blocks, and embedding or head; by default all of it."""
 
-    Attributes:
-        layers: numbers of its blocks; None: all.
-        is_first: true if it has the embedding.
-        is_last: true if it has the head.
-        ends: group of the two ranks with the first and the last stage; of size 1 on other ranks, and if one has both.
-        embeddings: word embeddings of earlier stages of this rank, by name. A rank with both ends thereby has a tied
-            one once.
-    """
-
-    layers: range | None = None
-    is_first: bool = True
-    is_last: bool = True
+    layers: range | None = None  # numbers of its blocks; None: all
+    is_first: bool = True  # true if it has the embedding
+    is_last: bool = True  # true if it has the head
+    # Group of the two ranks with the first and the last stage; of size 1 on other ranks, and if one has both.
     ends: Group = field(default_factory=Group)
+    # Word embeddings of earlier stages of this rank, by name. A rank with both ends thereby has a tied one once.
     embeddings: dict[str, ParallelEmbedding] = field(default_factory=dict)
 
     def block_numbers(self, config: FamilyConfig) -> range:
@@ -78,21 +71,16 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """Makes the layers of a family's blocks from its configuration: holds all their other arguments.
+    """Makes the layers of a family's blocks from its configuration: holds all their other arguments."""
 
-    Attributes:
-        group, sequence_parallel, recompute, part, vocab_multiple: as in `FamilyModel`.
-        options: arguments that all layers take.
-        in_blocks: how the layers of blocks compute.
-    """
-
+    # group, sequence_parallel, recompute, part, vocab_multiple: as in `FamilyModel`.
     group: Group
     sequence_parallel: bool
     recompute: Recompute
     part: ModelPart
     vocab_multiple: int
-    options: LayerOptions
-    in_blocks: Execution
+    options: LayerOptions  # arguments that all layers take
+    in_blocks: Execution  # how the layers of blocks compute
 
     @property
     def context_group(self) -> Group:

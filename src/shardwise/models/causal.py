@@ -24,19 +24,14 @@ _Config = TypeVar("_Config", bound=FamilyConfig)
 
 
 class CausalLM(FamilyModel[_Config]):
-    """A decoder, whose layers a family makes in `build`.
-
-    Attributes:
-        rotary: the rotary tables; None with learned positions.
-        window_rotary: those of blocks with a window; None: the same.
-        shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.
-    """
+    """A decoder, whose layers a family makes in `build`."""
 
     layers: nn.ModuleList
     norm: nn.Module
     lm_head: ParallelLMHead
-    rotary: Rotary | None = None
-    window_rotary: Rotary | None = None
+    rotary: Rotary | None = None  # the rotary tables; None with learned positions
+    window_rotary: Rotary | None = None  # those of blocks with a window; None: the same
+    # True if `context_group` shares samples, as in training; false if each rank has whole ones.
     shares_samples: bool = True
 
     def embed(self, ids_SB: Tensor, context: BlockContext, positions_SB: Tensor | None = None) -> Tensor:

@@ -28,22 +28,16 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 """Queries and keys of one block, as torch's kernels have them by default."""
-_BEYOND = 2**62
-"""A place behind all tokens of any sequence."""
+_BEYOND = 2**62  # a place behind all tokens of any sequence
 _MOST_DOCUMENTS = 2**16 - 2
 """Documents of one call: CUDA starts no more blocks of threads along a grid's second dimension than 65,535."""
 
 
 class DocumentSizes(NamedTuple):
-    """Sizes of the documents of a micro-batch that a kernel must be told by the host.
+    """Sizes of the documents of a micro-batch that a kernel must be told by the host."""
 
-    Attributes:
-        number: documents of all samples.
-        longest: tokens of the longest one.
-    """
-
-    number: int
-    longest: int
+    number: int  # documents of all samples
+    longest: int  # tokens of the longest one
 
     @classmethod
     def of(cls, starts_SB: npt.NDArray[np.int64] | None) -> DocumentSizes | None:
@@ -59,20 +53,13 @@ class AttentionMask:
     """The query at place p sees the key at place j if `start ≤ j ≤ p` and `j > p - window`.
 
     The methods' argument `keys` is the number of tokens of the sequence up to the last query.
-
-    Attributes:
-        places: places of the queries, as runs of places that follow one another.
-        starts_SB: first place of each query's document, `[Q, B]`; None: 0.
-        window: keys that a query sees at most, its own included; None: no limit.
-        key_places: places of the keys, as runs; None: all places of the sequence.
-        documents: sizes of the documents of `starts_SB`; None: the host does not know them.
     """
 
-    places: tuple[range, ...]
-    starts_SB: Tensor | None = None
-    window: int | None = None
-    key_places: tuple[range, ...] | None = None
-    documents: DocumentSizes | None = None
+    places: tuple[range, ...]  # places of the queries, as runs of places that follow one another
+    starts_SB: Tensor | None = None  # first place of each query's document, `[Q, B]`; None: 0
+    window: int | None = None  # keys that a query sees at most, its own included; None: no limit
+    key_places: tuple[range, ...] | None = None  # places of the keys, as runs; None: all places of the sequence
+    documents: DocumentSizes | None = None  # sizes of the documents of `starts_SB`; None: the host does not know them
 
     @property
     def queries(self) -> int:
@@ -277,18 +264,12 @@ class DocumentsMask(KernelMask):
 
 @dataclass(frozen=True)
 class PiecesMask(KernelMask):
-    """The numbers of an `AttentionMask` in tensors, so that one compiled graph serves all ranks.
+    """The numbers of an `AttentionMask` in tensors, so that one compiled graph serves all ranks."""
 
-    Attributes:
-        ends: first place, and end, of each run of queries; on the host.
-        starts_SB: as in `AttentionMask`.
-        key_places: as in `AttentionMask`.
-    """
-
-    ends: Tensor
-    starts_SB: Tensor | None
+    ends: Tensor  # first place, and end, of each run of queries; on the host
+    starts_SB: Tensor | None  # as in `AttentionMask`
     window: int | None
-    key_places: tuple[range, ...] | None = None
+    key_places: tuple[range, ...] | None = None  # as in `AttentionMask`
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         # One operator of a compiled graph, so that the number of documents and their places change no graph. It is

@@ -29,21 +29,15 @@ Per = Literal["token", "prediction", "sequence"]
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths by which a model's parameters are counted on one rank, where t ranks cut the model.
+    """Widths by which a model's parameters are counted on one rank, where t ranks cut the model."""
 
-    Attributes:
-        vocabulary: rows of embedding and head: V / t rounded up to a multiple; the last ranks' are padded.
-        key_value: width of the keys, kv / t, but at least one head: with t > kv heads neighbouring ranks hold the same.
-        key_value_copies: number of ranks that hold the same key/value head.
-        expert_ranks: ranks that divide the experts of a block among them, E.
-    """
-
-    vocabulary: int
+    vocabulary: int  # rows of embedding and head: V / t rounded up to a multiple; the last ranks' are padded
     query: int
+    # Width of the keys, kv / t, but at least one head: with t > kv heads neighbouring ranks hold the same.
     key_value: int
     intermediate: int
-    key_value_copies: int
-    expert_ranks: int = 1
+    key_value_copies: int  # number of ranks that hold the same key/value head
+    expert_ranks: int = 1  # ranks that divide the experts of a block among them, E
 
     @staticmethod
     def of(model: FamilyConfig, tensor: int, vocab_multiple: int = 1, expert_ranks: int = 1) -> LocalWidths:
@@ -67,32 +61,23 @@ OUTSIDE, EMBEDDING, HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
 
 
 class LocalParameter(NamedTuple):  # which is made in a fraction of the time of a dataclass: a model has thousands
-    """One of a model's parameters on one rank, as its elements are counted.
+    """One of a model's parameters on one rank, as its elements are counted."""
 
-    Attributes:
-        elements: number of elements on this rank, padding included.
-        matrix: true if its canonical tensors are matrices, so that weight decay applies.
-        place: pipeline stage and unit (`layers/units.py`): the number of its block, or a negative one.
-        tensors: number of canonical tensors that it holds a part of.
-        per: vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
-        partial_from: first element whose gradient is partial; all after it are partial too.
-        partial_over: number of ranks over which these gradients are still to be summed; 1: none is partial.
-        used_share: share of the tokens that it is multiplied with: an expert's is its share of balanced loads; 0: the
-            bias of a router, which has no gradient.
-        divided_over: data-parallel ranks that divide the tensors of its kind among them: E of experts.
-        at_both_ends: true if the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
-    """
-
-    elements: int
-    matrix: bool = True
-    tensors: int = 1
+    elements: int  # number of elements on this rank, padding included
+    matrix: bool = True  # true if its canonical tensors are matrices, so that weight decay applies
+    tensors: int = 1  # number of canonical tensors that it holds a part of
+    # Vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
     per: Per | None = None
-    partial_from: int = 0
-    partial_over: int = 1
+    partial_from: int = 0  # first element whose gradient is partial; all after it are partial too
+    partial_over: int = 1  # number of ranks over which these gradients are still to be summed; 1: none is partial
+    # Share of the tokens that it is multiplied with: an expert's is its share of balanced loads; 0: the bias of a
+    # router, which has no gradient.
     used_share: float = 1.0
-    divided_over: int = 1
+    divided_over: int = 1  # data-parallel ranks that divide the tensors of its kind among them: E of experts
+    # True if the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
     at_both_ends: bool = False
     in_block: bool = False
+    # Pipeline stage and unit (`layers/units.py`): the number of its block, or a negative one.
     place: UnitPlace = OUTSIDE
 
     @property
@@ -266,18 +251,14 @@ def local_parameters(
 
 @dataclass(frozen=True)
 class _StageParameters:
-    """The parameters of one stage on one of t ranks; the other attributes are arguments of `local_parameters`.
-
-    Attributes:
-        at_both_ends: true if the embedding is tied, and its other end is on another pipeline rank.
-    """
+    """The parameters of one stage on one of t ranks; the other attributes are arguments of `local_parameters`."""
 
     model: FamilyConfig
     local: LocalWidths
     tensor: int
     sequence_parallel: bool
     stage: Stage
-    at_both_ends: bool
+    at_both_ends: bool  # true if the embedding is tied, and its other end is on another pipeline rank
 
     def all(self) -> Iterator[LocalParameter]:
         """Yield them in the order in which the family's module has them, with their pipeline stage."""
@@ -426,20 +407,14 @@ LONG = 4096
 
 @dataclass(frozen=True)
 class OwnShapes:
-    """The counts of a model of the user's own.
-
-    Attributes:
-        token_flops: FLOPs of a training token, forward and backward, as the operators compute them: keys that a mask
-            hides count.
-        saved_bytes: bytes that the forward pass of a micro-batch keeps for the backward pass without recompute, in the
-            dtype in which the class is made.
-        is_cut: its class takes the tensor-parallel ranks.
-        recomputes: its class takes `recompute`.
-    """
+    """The counts of a model of the user's own."""
 
     parameters: int
+    # FLOPs of a training token, forward and backward, as the operators compute them: keys that a mask hides count.
     token_flops: float
+    # Bytes that the forward pass of a micro-batch keeps for the backward pass without recompute, in the dtype in which
+    # the class is made.
     saved_bytes: int
     like: StandIn
-    is_cut: bool
-    recomputes: bool
+    is_cut: bool  # its class takes the tensor-parallel ranks
+    recomputes: bool  # its class takes `recompute`

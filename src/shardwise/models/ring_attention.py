@@ -26,8 +26,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.models.attention_pieces import add_gradients_by_pieces, attend_by_pieces
 from shardwise.models.masks import BlocksMask, KernelMask, Mask, PiecesMask, flex_attention
 
-_HIDDEN = -1e30
-"""Added to the scores of keys that are not seen: where no key is, sums stay finite, and so do gradients."""
+_HIDDEN = -1e30  # added to the scores of keys that are not seen: where no key is, sums stay finite, and so do gradients
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import after_backward, backward_number
 from shardwise.optim.buckets import Bucket
 
-_MOST_UNDER_WAY = 2
-"""Reductions under way at once: each may hold a copy of its bucket until it ends."""
+_MOST_UNDER_WAY = 2  # reductions under way at once: each may hold a copy of its bucket until it ends
 
 
 class Reductions:

@@ -16,18 +16,15 @@ Kernels read aligned memory by wide loads: 32 elements are 128 bytes of float32,
 LIMBS = 30
 """Numbers of 64 bits that an exact sum of squares takes on its way between ranks (`optim/exact_sums.py`)."""
 
-_CHUNKS = 4
-"""Chunks of matrices of a small model, so that its sends too are hidden behind work."""
-_CHUNK_ELEMENTS = 1 << 24
-"""Most elements of a rank's matrices in a chunk, unless a matrix has more."""
+_CHUNKS = 4  # chunks of matrices of a small model, so that its sends too are hidden behind work
+_CHUNK_ELEMENTS = 1 << 24  # most elements of a rank's matrices in a chunk, unless a matrix has more
 
 LATENCY_BYTES = {"accelerator": 2**20, "cpu": 2**17}
 """Bytes that a link carries in the time that a message takes to begin: latency times bandwidth.
 
 Between accelerators this is 5 µs at 200 GB/s, or 20 µs at 50 GB/s; between CPU ranks, over gloo, 100 µs at 1.3 GB/s.
 """
-_LEAST_BYTES = 2**20
-"""Floor for small models, whose smaller buckets would only cost the host more calls."""
+_LEAST_BYTES = 2**20  # floor for small models, whose smaller buckets would only cost the host more calls
 
 ROUNDING_CHUNK_ELEMENTS_CPU = 2**17
 """Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches.

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from shardwise.optim.bucket_layout import ALIGNMENT, LIMBS
 
-_LOWEST = -320
-"""Exponent of the unit. Squares of float32 numbers are multiples of 2^-298; what is smaller counts as 0."""
+_LOWEST = -320  # exponent of the unit. Squares of float32 numbers are multiples of 2^-298; what is smaller counts as 0
 _HIGHEST = 320
-_BITS = 24
-"""Bits of a limb, of which 2^39 ranks can add up theirs in an int64."""
+_BITS = 24  # bits of a limb, of which 2^39 ranks can add up theirs in an int64
 assert (LIMBS - 1) * _BITS >= _HIGHEST - _LOWEST + 56, "a limb marks NaN, the others have room for 2^56 terms"
 
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40

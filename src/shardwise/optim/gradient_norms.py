@@ -128,20 +128,13 @@ def sum_dtype(dtypes: OptimizerDtypes, data: Group, device: torch.device) -> tor
 
 @dataclass(frozen=True)
 class _Share:
-    """This rank's parts of the tensors of one parameter group that the same number of ranks own.
-
-    Attributes:
-        copies: number of ranks that own the same elements.
-        tensors: owned runs of each tensor, by the tensor's number.
-        atoms: elements of an atom of each tensor (`exact_sums`).
-        numbers: keys of `tensors`, on the device; None: all, in order.
-    """
+    """This rank's parts of the tensors of one parameter group that the same number of ranks own."""
 
     group: int
-    copies: int
-    tensors: Mapping[int, list[ElementRun]]
-    atoms: Mapping[int, int]
-    numbers: Tensor | None
+    copies: int  # number of ranks that own the same elements
+    tensors: Mapping[int, list[ElementRun]]  # owned runs of each tensor, by the tensor's number
+    atoms: Mapping[int, int]  # elements of an atom of each tensor (`exact_sums`)
+    numbers: Tensor | None  # keys of `tensors`, on the device; None: all, in order
 
 
 class _Norms:
@@ -251,8 +244,7 @@ def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
     runs.append(run)
 
 
-_Key = tuple[str, tuple[int, ...]]
-"""Name and shape of a canonical tensor."""
+_Key = tuple[str, tuple[int, ...]]  # name and shape of a canonical tensor
 
 
 class CanonicalNorms(_Norms):

@@ -18,8 +18,7 @@ from shardwise.optim.buckets import Bucket
 from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer, options_of
 
 _Item = TypeVar("_Item")
-_AHEAD = 2
-"""Buckets whose gradients are on their way to the host while it updates another one."""
+_AHEAD = 2  # buckets whose gradients are on their way to the host while it updates another one
 
 
 class Update:

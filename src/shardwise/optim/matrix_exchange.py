@@ -27,15 +27,10 @@ from shardwise.optim.wrapped_class import ModelSlices
 
 @dataclass(frozen=True, order=True)
 class Matrix:
-    """A matrix `[out, in]` of the model, such as Q of a layer, or one head of it.
+    """A matrix `[out, in]` of the model, such as Q of a layer, or one head of it."""
 
-    Attributes:
-        name: canonical tensor that holds it.
-        first: its first output in that tensor.
-    """
-
-    name: str
-    first: int
+    name: str  # canonical tensor that holds it
+    first: int  # its first output in that tensor
     shape: tuple[int, int]
     group: int
 
@@ -47,22 +42,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A rectangle of a matrix that this rank owns.
-
-    Attributes:
-        start: start in the bucket's owned part of the run that holds it.
-        size: shape of that run.
-        order: dimensions of the run from the slowest to the fastest in memory.
-        rows: rows of the run that are the rectangle.
-        box: the rectangle in the matrix.
-    """
+    """A rectangle of a matrix that this rank owns."""
 
     bucket: Bucket
-    start: int
-    size: tuple[int, ...]
-    order: tuple[int, ...]
-    rows: slice
-    box: Box
+    start: int  # start in the bucket's owned part of the run that holds it
+    size: tuple[int, ...]  # shape of that run
+    order: tuple[int, ...]  # dimensions of the run from the slowest to the fastest in memory
+    rows: slice  # rows of the run that are the rectangle
+    box: Box  # the rectangle in the matrix
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the rectangle in a flat tensor over the bucket's owned part: a writable view `[*box.size]`."""

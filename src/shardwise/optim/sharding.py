@@ -87,22 +87,15 @@ class Cut:
 class OptimizerDtypes:
     """Dtypes of what the optimizer's step keeps and sends, and how results are rounded to them.
 
-    Attributes:
-        gradient: dtype of accumulated gradients; None: the parameter's.
-        reduce: dtype of gradients while they are summed over the ranks; None: as accumulated.
-        optimizer: dtype of masters and state.
-        state: dtype of the state; None: that of masters.
-        rounding: `stochastic` rounds masters and state to bfloat16 so that their mean is kept.
-
     Raises:
         ValueError: numbers cannot be rounded so.
     """
 
-    gradient: torch.dtype | None
-    reduce: torch.dtype | None
-    optimizer: torch.dtype
-    state: torch.dtype | None = None
-    rounding: Rounding = "nearest"
+    gradient: torch.dtype | None  # dtype of accumulated gradients; None: the parameter's
+    reduce: torch.dtype | None  # dtype of gradients while they are summed over the ranks; None: as accumulated
+    optimizer: torch.dtype  # dtype of masters and state
+    state: torch.dtype | None = None  # dtype of the state; None: that of masters
+    rounding: Rounding = "nearest"  # `stochastic` rounds masters and state to bfloat16 so that their mean is kept
     rounding_seed: int = 0
 
     def __post_init__(self) -> None:

@@ -35,20 +35,13 @@ OPTION = "group."
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A slice of an optimizer's state: a box of a canonical tensor that is one run of a bucket's owned part.
-
-    Attributes:
-        piece: piece of the canonical tensor that has the elements.
-        box: elements as a box of the canonical tensor.
-        order: dimensions of the box from the slowest to the fastest in the run.
-        start: offset of the run in the bucket's owned part.
-    """
+    """A slice of an optimizer's state: a box of a canonical tensor that is one run of a bucket's owned part."""
 
     bucket: Bucket
-    piece: Piece
-    box: Box
-    order: tuple[int, ...]
-    start: int
+    piece: Piece  # piece of the canonical tensor that has the elements
+    box: Box  # elements as a box of the canonical tensor
+    order: tuple[int, ...]  # dimensions of the box from the slowest to the fastest in the run
+    start: int  # offset of the run in the bucket's owned part
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the box in a flat tensor over the bucket's owned part: a writable view of shape `box.size`."""

@@ -31,10 +31,8 @@ LOW_FACTOR = 0x9FB21C651E98DF25 - 2**64
 """An element of 8 bytes counts as its high 4 bytes, plus this number times its low 4 bytes."""
 _INCREMENT = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-_STREAM = 0xD1B54A32D192ED03
-"""Distance of the first states of two dimensions' streams."""
-_DIGITS = 8
-"""Hexadecimal digits of a tensor's digest, enough to tell which tensors differ."""
+_STREAM = 0xD1B54A32D192ED03  # distance of the first states of two dimensions' streams
+_DIGITS = 8  # hexadecimal digits of a tensor's digest, enough to tell which tensors differ
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,13 +73,9 @@ def box_sum(values: npt.NDArray[Any], shape: Sequence[int], box: Box) -> int:
 
 @dataclass(frozen=True)
 class StateHash:
-    """The digest of weights and optimizer state after a step, and of the place in the training.
+    """The digest of weights and optimizer state after a step, and of the place in the training."""
 
-    Attributes:
-        place: numbers that say how far the training is, and its seed.
-    """
-
-    place: Mapping[str, int]
+    place: Mapping[str, int]  # numbers that say how far the training is, and its seed
     sums: TensorSums
 
     @property

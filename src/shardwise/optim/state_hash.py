@@ -24,8 +24,7 @@ from shardwise.optim.zero import ZeroRedundancyOptimizer
 WEIGHT = "model"
 """State's name for weights that have no separate masters, as checkpoints have it."""
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_Keys: TypeAlias = list[tuple[str, str]]
-"""State and canonical name of each sum."""
+_Keys: TypeAlias = list[tuple[str, str]]  # state and canonical name of each sum
 
 
 class StateSums:

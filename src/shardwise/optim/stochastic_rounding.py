@@ -31,8 +31,7 @@ from shardwise.optim.gradient_norms import ElementRun, chunk_elements
 from shardwise.optim.master_update import Update
 from shardwise.optim.wrapped_class import MakeOptimizer, ModelSlices, SliceOptimizer, options_of
 
-_BITS = 16
-"""Bits of a float32 that bfloat16 lacks."""
+_BITS = 16  # bits of a float32 that bfloat16 lacks
 
 
 def cast_states(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:

@@ -33,8 +33,7 @@ _ADVICE = (
 )
 _TRIAL_STEPS = 12
 """Steps of the trial. RAdam changes its update at step 6; a class that does so later than step 12 is not noticed."""
-_CLASSES_WITH_ADAM_STATE = {"Adam", "AdamW", "LAMB"}
-"""Classes with equal states, which each may continue from."""
+_CLASSES_WITH_ADAM_STATE = {"Adam", "AdamW", "LAMB"}  # classes with equal states, which each may continue from
 
 MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
 """Makes an optimizer of the wrapped class from a parameter group."""

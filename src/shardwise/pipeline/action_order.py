@@ -132,15 +132,11 @@ def _micro_batch(i: int, v: int, per_round: int) -> int:
 
 @dataclass(frozen=True)
 class VShapedOrder:
-    """The order of a schedule in which rank r holds the stages r (outbound) and 2p-1-r (returning).
+    """The order of a schedule in which rank r holds the stages r (outbound) and 2p-1-r (returning)."""
 
-    Attributes:
-        build: function of (p, m, r) that returns the actions.
-        splits_every_backward: True if every backward pass is split; otherwise only those at the begin and the end of a
-            step, where their weights' gradients fill gaps.
-    """
-
-    build: Callable[[int, int, int], tuple[Action, ...]]
+    build: Callable[[int, int, int], tuple[Action, ...]]  # function of (p, m, r) that returns the actions
+    # True if every backward pass is split; otherwise only those at the begin and the end of a step, where their
+    # weights' gradients fill gaps.
     splits_every_backward: bool
 
     def actions(self, p: int, v: int, m: int, r: int) -> tuple[Action, ...]:

@@ -17,51 +17,31 @@ from shardwise.pipeline.action_order import BACKWARD, FORWARD
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of a pipeline step in which this rank worked on one of its stages.
+    """Seconds of a pipeline step in which this rank worked on one of its stages."""
 
-    Attributes:
-        stage: index of the stage.
-        forward: seconds of its forward passes.
-        backward: seconds of its backward passes, both halves of split ones included.
-    """
-
-    stage: int
-    forward: float
-    backward: float
+    stage: int  # index of the stage
+    forward: float  # seconds of its forward passes
+    backward: float  # seconds of its backward passes, both halves of split ones included
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The timing of a pipeline step on this rank.
+    """The timing of a pipeline step on this rank."""
 
-    Attributes:
-        stages: work on each of the rank's stages.
-        bubble: part of the pipeline's step in which this rank did not work.
-        mean_bubble: mean of `bubble` over the pipeline's ranks.
-    """
-
-    stages: tuple[StageSeconds, ...]
-    bubble: float
-    mean_bubble: float
+    stages: tuple[StageSeconds, ...]  # work on each of the rank's stages
+    bubble: float  # part of the pipeline's step in which this rank did not work
+    mean_bubble: float  # mean of `bubble` over the pipeline's ranks
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One forward or backward pass.
+    """One forward or backward pass."""
 
-    Attributes:
-        kind: one of the constants above.
-        stage: index of the stage.
-        start: mark before it.
-        end: mark behind it.
-        waits: the part of `Clock.waits` that was added meanwhile.
-    """
-
-    kind: str
-    stage: int
-    start: devices.Mark
-    end: devices.Mark
-    waits: slice
+    kind: str  # one of the constants above
+    stage: int  # index of the stage
+    start: devices.Mark  # mark before it
+    end: devices.Mark  # mark behind it
+    waits: slice  # the part of `Clock.waits` that was added meanwhile
 
 
 @dataclass
@@ -70,13 +50,10 @@ class Clock:
 
     On an accelerator a call returns once the work is queued on the stream. There events in the stream mark where the
     work begins and ends; their times are read after the step, so that the measurement does not stall the device.
-
-    Attributes:
-        device: device of the rank.
-        waits: begin and end of each wait for a collective; whoever measures the step adds them.
     """
 
-    device: torch.device
+    device: torch.device  # device of the rank
+    # Begin and end of each wait for a collective; whoever measures the step adds them.
     waits: list[tuple[devices.Mark, devices.Mark]] = field(default_factory=list)
     _work: list[_Work] = field(default_factory=list)
     _step_start: devices.Mark = 0.0

@@ -17,19 +17,12 @@ from shardwise.pipeline.timeline import Timeline, simulate
 
 
 class _Drawing(NamedTuple):
-    """The look of one kind of action.
+    """The look of one kind of action."""
 
-    Attributes:
-        letter: the letter that stands for it.
-        meaning: its words in the legend.
-        first_style: colours in a rank's first stage.
-        later_style: colours in its later stages.
-    """
-
-    letter: str
-    meaning: str
-    first_style: str
-    later_style: str
+    letter: str  # the letter that stands for it
+    meaning: str  # its words in the legend
+    first_style: str  # colours in a rank's first stage
+    later_style: str  # colours in its later stages
 
 
 _DRAWINGS: dict[ActionKind, _Drawing] = {

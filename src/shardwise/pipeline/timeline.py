@@ -19,17 +19,11 @@ from shardwise.pipeline.partition import pipeline_rank_of
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Time of one micro-batch in a stage, in seconds or any other unit.
+    """Time of one micro-batch in a stage, in seconds or any other unit."""
 
-    Attributes:
-        forward: time of the forward pass.
-        backward: time of the whole backward pass.
-        weight: time of the gradients of weights, a part of `backward` that a schedule may do apart.
-    """
-
-    forward: float
-    backward: float
-    weight: float
+    forward: float  # time of the forward pass
+    backward: float  # time of the whole backward pass
+    weight: float  # time of the gradients of weights, a part of `backward` that a schedule may do apart
 
     def of(self, kind: ActionKind) -> float:
         """Return the time of an action of this kind."""
@@ -47,13 +41,9 @@ class _TimedAction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of a pipeline.
+    """A step of a pipeline."""
 
-    Attributes:
-        ranks: actions of each rank, in its order.
-    """
-
-    ranks: tuple[tuple[_TimedAction, ...], ...]
+    ranks: tuple[tuple[_TimedAction, ...], ...]  # actions of each rank, in its order
 
     @property
     def makespan(self) -> float:
@@ -71,8 +61,7 @@ class Timeline:
         return 1 - busy / (self.makespan * len(self.ranks))
 
 
-_Pass = tuple[bool, int, int]
-"""(True for a forward pass, stage, micro-batch)"""
+_Pass = tuple[bool, int, int]  # (True for a forward pass, stage, micro-batch)
 
 
 def timeline(

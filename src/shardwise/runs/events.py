@@ -21,8 +21,7 @@ from shardwise.runs.json_records import record_of_json
 
 NEXT_STAGE = "next stage"
 """Reason of a "stop" event of a run that goes on in the same processes, with the sizes of its next stage."""
-_LAST_SECOND = 1e11
-"""In the year 5138: a later time is none, and cannot be shown in every time zone."""
+_LAST_SECOND = 1e11  # in the year 5138: a later time is none, and cannot be shown in every time zone
 
 
 def seconds_of(event: Mapping[str, Any]) -> float:

@@ -16,41 +16,25 @@ from shardwise.runs.folder import RunDirectory, json_text
 from shardwise.runs.json_records import record_instance
 
 HEADING = "FAILED "
-_ADDRESS = r" \(`(shardwise explain [^()`]+)`\)"
-"""What `errors.see` appends to a message."""
-_STEP = r"step ([\d,]+): (.*)"
-"""A message that names the step which failed."""
+_ADDRESS = r" \(`(shardwise explain [^()`]+)`\)"  # what `errors.see` appends to a message
+_STEP = r"step ([\d,]+): (.*)"  # a message that names the step which failed
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """The recorded failure of a run.
+    """The recorded failure of a run."""
 
-    Attributes:
-        time: time of the failure, as events have it.
-        cause: first line of the message of the rank that failed first.
-        details: further lines of it.
-        exit_code: exit code of the command.
-        rank: rank at fault; None if no rank is.
-        log: path of its log, relative to the run's folder; None without one.
-        step: number of steps that were done; None if this start of the run had done none.
-        checkpoint: step of the newest checkpoint; 0 without one.
-        every: `checkpoint.every` of the run; None if it is unknown.
-        every_minutes: `checkpoint.every_minutes` of the run; None without one.
-        resume: command that continues the run; None if it is unknown.
-    """
-
-    time: str
-    cause: str
-    details: str = ""
-    exit_code: int = 1
-    rank: int | None = None
-    log: str | None = None
-    step: int | None = None
-    checkpoint: int = 0
-    every: int | None = None
-    every_minutes: float | None = None
-    resume: str | None = None
+    time: str  # time of the failure, as events have it
+    cause: str  # first line of the message of the rank that failed first
+    details: str = ""  # further lines of it
+    exit_code: int = 1  # exit code of the command
+    rank: int | None = None  # rank at fault; None if no rank is
+    log: str | None = None  # path of its log, relative to the run's folder; None without one
+    step: int | None = None  # number of steps that were done; None if this start of the run had done none
+    checkpoint: int = 0  # step of the newest checkpoint; 0 without one
+    every: int | None = None  # `checkpoint.every` of the run; None if it is unknown
+    every_minutes: float | None = None  # `checkpoint.every_minutes` of the run; None without one
+    resume: str | None = None  # command that continues the run; None if it is unknown
 
     @property
     def heading(self) -> str:

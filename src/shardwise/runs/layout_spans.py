@@ -17,15 +17,10 @@ ONE_PROCESS = "one process"
 
 @dataclass(frozen=True)
 class LayoutSpan:
-    """A layout at which a run took steps.
+    """A layout at which a run took steps."""
 
-    Attributes:
-        steps_before: steps that were done before the first one at this layout.
-        layout: such as `TP 2 + SP × DP 2`.
-    """
-
-    steps_before: int
-    layout: str
+    steps_before: int  # steps that were done before the first one at this layout
+    layout: str  # such as `TP 2 + SP × DP 2`
 
 
 def short_layout(layout: Mapping[str, Any]) -> str:

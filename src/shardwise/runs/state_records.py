@@ -12,36 +12,23 @@ from shardwise.runs.folder import RunDirectory, last_kept_step
 
 @dataclass(frozen=True)
 class RecordedHash:
-    """The hash of a run's state after a step.
+    """The hash of a run's state after a step."""
 
-    Attributes:
-        text: hash of the whole state.
-        tensors: `STATE/NAME` of each tensor → its digest.
-    """
-
-    text: str
-    tensors: Mapping[str, str]
+    text: str  # hash of the whole state
+    tensors: Mapping[str, str]  # `STATE/NAME` of each tensor → its digest
 
 
 @dataclass
 class StateRecords:
-    """The records of a run that are equal to the bit in an equal run.
+    """The records of a run that are equal to the bit in an equal run."""
 
-    Attributes:
-        losses: step → loss.
-        norms: step → norm of the gradient.
-        hashes: step → hash of the state after it.
-        changes: keys that resumptions changed, such as `train.steps 240 → 480`, each with the step after which it was.
-        begin: steps before the run's first start: those of its parent, if it is a branch.
-        ranks: number of ranks of the run's last start; None if no start is recorded.
-    """
-
-    losses: dict[int, float] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-    hashes: dict[int, RecordedHash] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)  # step → loss
+    norms: dict[int, float] = field(default_factory=dict)  # step → norm of the gradient
+    hashes: dict[int, RecordedHash] = field(default_factory=dict)  # step → hash of the state after it
+    # Keys that resumptions changed, such as `train.steps 240 → 480`, each with the step after which it was.
     changes: list[tuple[int, str]] = field(default_factory=list)
-    begin: int | None = None
-    ranks: int | None = None
+    begin: int | None = None  # steps before the run's first start: those of its parent, if it is a branch
+    ranks: int | None = None  # number of ranks of the run's last start; None if no start is recorded
 
     @staticmethod
     def of(directory: RunDirectory) -> StateRecords:

@@ -30,25 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class CheckpointSaver:
-    """Saves by steps, by minutes, at the end, and before a stop; reports how each save ended.
-
-    Attributes:
-        reason_to_stop: returns this rank's reason to stop, or None; all ranks obey a reason that any rank has.
-        went_back: record of how the run last went back, for the manifests' `schedule`.
-        copies: copies of the state in the memory of the nodes.
-        followed: folder of the run, on rank 0.
-        state_hashes: hashes of the state, which manifests have where the run has some.
-        stopped_by: who asked the run to stop after its last step so far; None if nobody did.
-    """
+    """Saves by steps, by minutes, at the end, and before a stop; reports how each save ended."""
 
     training: Training
     saver: Saver
     reporter: Reporter
+    # Returns this rank's reason to stop, or None; all ranks obey a reason that any rank has.
     reason_to_stop: Callable[[], str | None]
+    # Record of how the run last went back, for the manifests' `schedule`.
     went_back: Mapping[str, Any] = field(default_factory=dict)
-    copies: MemoryCopies | None = None
-    followed: FollowedFolder | None = None
-    state_hashes: StateHashes | None = None
+    copies: MemoryCopies | None = None  # copies of the state in the memory of the nodes
+    followed: FollowedFolder | None = None  # folder of the run, on rank 0
+    state_hashes: StateHashes | None = None  # hashes of the state, which manifests have where the run has some
+    # Who asked the run to stop after its last step so far; None if nobody did.
     stopped_by: str | None = field(default=None, init=False)
     _seconds: float = field(default=0.0, init=False)
     _saved_at: float = field(default_factory=time.monotonic, init=False)

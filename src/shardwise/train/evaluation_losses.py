@@ -29,24 +29,16 @@ from shardwise.train.mean_loss import MicroBatch, mean_over_targets, perplexity
 
 @dataclass(frozen=True)
 class EvaluationLosses:
-    """The losses and accuracies of an evaluation.
+    """The losses and accuracies of an evaluation."""
 
-    Attributes:
-        losses: mean loss of each objective's targets, in nats.
-        counted: number of each objective's targets.
-        accuracies: share of the targets that the model finds likeliest, for each objective of BERT; else empty.
-        tokens: targets of the next token, or for BERT tokens read, without padding; 0 where they were not counted.
-        sequences: samples read; 0 where they were not counted.
-        bytes: UTF-8 bytes of the text of the targets; None where they are not known.
-    """
-
-    losses: dict[str, float]
-    counted: dict[str, int]
+    losses: dict[str, float]  # mean loss of each objective's targets, in nats
+    counted: dict[str, int]  # number of each objective's targets
+    # Share of the targets that the model finds likeliest, for each objective of BERT; else empty.
     accuracies: dict[str, float]
-    tokens: int
+    tokens: int  # targets of the next token, or for BERT tokens read, without padding; 0 where they were not counted
     seconds: float
-    sequences: int = 0
-    bytes: int | None = None
+    sequences: int = 0  # samples read; 0 where they were not counted
+    bytes: int | None = None  # UTF-8 bytes of the text of the targets; None where they are not known
 
     @property
     def loss(self) -> float:

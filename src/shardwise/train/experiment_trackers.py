@@ -24,21 +24,14 @@ from shardwise.config import LogConfig
 from shardwise.runs.folder import AppendedFile, RunDirectory
 
 _CRC32C = [reduce(lambda crc, _: crc >> 1 ^ 0x82F63B78 * (crc & 1), range(8), byte) for byte in range(256)]
-_PROJECT = "shardwise"
-"""Project or experiment, unless a variable of the tracker names one."""
-_LOSS = "train/loss"
-"""A number of every step, which tells the last step that a tracker has."""
-_MLFLOW_PARENT = "mlflow.parentRunId"
-"""MLflow's own tag of a run that belongs to another."""
-_MLFLOW_TAG = "shardwise.run"
-"""Tag of a run in MLflow with the run's own id, by which a resumed run finds it."""
-_MLFLOW_METRICS = 1000
-"""Numbers in a request at most, as MLflow's servers allow; `_MLFLOW_PARAMETERS` likewise."""
+_PROJECT = "shardwise"  # project or experiment, unless a variable of the tracker names one
+_LOSS = "train/loss"  # a number of every step, which tells the last step that a tracker has
+_MLFLOW_PARENT = "mlflow.parentRunId"  # MLflow's own tag of a run that belongs to another
+_MLFLOW_TAG = "shardwise.run"  # tag of a run in MLflow with the run's own id, by which a resumed run finds it
+_MLFLOW_METRICS = 1000  # numbers in a request at most, as MLflow's servers allow; `_MLFLOW_PARAMETERS` likewise
 _MLFLOW_PARAMETERS = 100
-_MLFLOW_VALUE = 6000
-"""Characters of a parameter's value at most."""
-_MLFLOW_SECONDS = 60.0
-"""Time that the end of a run waits for a server that is slow."""
+_MLFLOW_VALUE = 6000  # characters of a parameter's value at most
+_MLFLOW_SECONDS = 60.0  # time that the end of a run waits for a server that is slow
 
 
 def require_trackers(trackers: Sequence[str]) -> tuple[str, ...]:
@@ -68,21 +61,15 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _TrackedRun:
-    """The names by which a tracker knows a run.
-
-    Attributes:
-        id: id of the run; None where it has none.
-        returns: how often the run went back to an earlier step by `checkpoint.resume`. Each time begins a curve of its
-            own, as no tracker can take numbers back.
-        settings: section → keys of the configuration, without secrets and facts of the machines.
-        log: `log.project`, `log.run_name` and `log.tags`.
-    """
+    """The names by which a tracker knows a run."""
 
     folder: Path
-    id: str | None
+    id: str | None  # id of the run; None where it has none
+    # How often the run went back to an earlier step by `checkpoint.resume`. Each time begins a curve of its own, as no
+    # tracker can take numbers back.
     returns: int
-    settings: Mapping[str, Any]
-    log: LogConfig
+    settings: Mapping[str, Any]  # section → keys of the configuration, without secrets and facts of the machines
+    log: LogConfig  # `log.project`, `log.run_name` and `log.tags`
 
     @property
     def group(self) -> str:

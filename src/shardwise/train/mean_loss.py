@@ -30,21 +30,14 @@ from shardwise.models.masks import DocumentSizes
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of a training: a `Batch` of its data on this rank's device.
+    """A micro-batch of a training: a `Batch` of its data on this rank's device."""
 
-    Attributes:
-        inputs: tensors by the names of the arguments of a family's forward.
-        counts_K: counted targets of each objective.
-        samples: each sample's number in the run, [B], on the host.
-        lengths_B: tokens of each sequence before its padding; None where no sequence is padded.
-        documents: sizes of the documents in whole samples; None where documents do not attend by themselves.
-    """
-
-    inputs: dict[str, Tensor]
-    counts_K: Tensor
-    samples: npt.NDArray[np.int64]
+    inputs: dict[str, Tensor]  # tensors by the names of the arguments of a family's forward
+    counts_K: Tensor  # counted targets of each objective
+    samples: npt.NDArray[np.int64]  # each sample's number in the run, [B], on the host
     samples_B: Tensor
-    lengths_B: Tensor | None = None
+    lengths_B: Tensor | None = None  # tokens of each sequence before its padding; None where no sequence is padded
+    # Sizes of the documents in whole samples; None where documents do not attend by themselves.
     documents: DocumentSizes | None = None
 
     @staticmethod
@@ -151,8 +144,7 @@ class MicroBatch:
 _signature = functools.cache(inspect.signature)
 
 
-_LARGEST_EXPONENT = 700
-"""Losses from here on give no perplexity: exp(710) exceeds the largest float, 1.8e308."""
+_LARGEST_EXPONENT = 700  # losses from here on give no perplexity: exp(710) exceeds the largest float, 1.8e308
 
 
 def count_targets(micro_batches: Sequence[MicroBatch], data_parallel: Group) -> Pending:

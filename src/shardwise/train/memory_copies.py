@@ -43,8 +43,7 @@ from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, sta
 from shardwise.train.training import Training, memory_copy_interval
 
 MEMORY = Path("/dev/shm")
-_KEPT = 2
-"""Steps that are kept: while a rank writes a step, another may still write the step before."""
+_KEPT = 2  # steps that are kept: while a rank writes a step, another may still write the step before
 _STALE_SECONDS = 3600.0
 """Age from which a folder of another run is removed if no process uses it: a run that starts again is back by then."""
 _LAYOUT_KEYS = ("name", "zero", "bucket_mib")
@@ -351,10 +350,8 @@ def _newest_complete_step(nodes: Mapping[str, Iterable[_CopyPart]], world: int) 
 
 
 _NAME = re.compile(r"rank-(\d{4,})-step-(\d{8,})")
-_HEADER_BYTES = 8
-"""Bytes of the number that is the header's length."""
-_DIGEST_BYTES = 16
-"""Bytes of a digest of xxh3_128."""
+_HEADER_BYTES = 8  # bytes of the number that is the header's length
+_DIGEST_BYTES = 16  # bytes of a digest of xxh3_128
 
 
 class _CopyPart(NamedTuple):

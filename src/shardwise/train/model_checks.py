@@ -22,8 +22,7 @@ from shardwise.train.mean_loss import MicroBatch
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FAR_BELOW_A_GUESS = 10
 """A first loss that is lower by this factor is no sum over targets: a model that was just drawn knows only to guess."""
-_CHUNK = 1 << 22
-"""Elements widened to 64 bits at a time: 64 MiB with their positions, 2 × 8 bytes for each of 2^22."""
+_CHUNK = 1 << 22  # elements widened to 64 bits at a time: 64 MiB with their positions, 2 × 8 bytes for each of 2^22
 
 
 @torch.no_grad()

@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Observer:
-    """Work after some steps of a run, which every rank does.
+    """Work after some steps of a run, which every rank does."""
 
-    Attributes:
-        every: steps from one time to the next; 0 for never. The run's last step is one of these steps too.
-        after_step: gets the record of the step, and whether it is the last one.
-        takes_long: much time passes, so that the ranks have to agree anew on a stop or a checkpoint.
-    """
-
-    every: int
-    after_step: Callable[[StepRecord, bool], object]
-    takes_long: bool = False
+    every: int  # steps from one time to the next; 0 for never. The run's last step is one of these steps too
+    after_step: Callable[[StepRecord, bool], object]  # gets the record of the step, and whether it is the last one
+    takes_long: bool = False  # much time passes, so that the ranks have to agree anew on a stop or a checkpoint
 
 
 def run_observers(observers: Sequence[Observer], record: StepRecord, is_last: bool) -> None:
@@ -76,8 +70,7 @@ def build_observers(
 
 # ---- garbage, which is collected between steps
 
-_STEPS_BEFORE_FREEZE = 2
-"""Steps after which the objects that a training keeps are all there."""
+_STEPS_BEFORE_FREEZE = 2  # steps after which the objects that a training keeps are all there
 _FULL_EVERY = 100
 """Steps between two searches of all objects, which take up to a tenth of a second where none are frozen."""
 

@@ -17,8 +17,7 @@ from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.pipeline import schedule_picture as picture
 from shardwise.pipeline.partition import partition_by_rank
 
-_PLAIN_WIDTH = 120
-"""Characters of a line of the picture where there is no terminal."""
+_PLAIN_WIDTH = 120  # characters of a line of the picture where there is no terminal
 
 
 def _rank_table(

@@ -18,16 +18,12 @@ from rich.text import Text
 from shardwise.base import units
 from shardwise.train.step_record import StartTotals, StepRecord
 
-_LINES_PER_RUN = 20
-"""Lines of a whole run where there is no terminal: few enough to read the log at once."""
-_LONGEST_SILENCE = 300.0
-"""Seconds after which a line is printed even if it is one more than these."""
-_BAR_MINIMUM = 10
-"""Characters of the progress bar; where fewer are free there is none."""
+_LINES_PER_RUN = 20  # lines of a whole run where there is no terminal: few enough to read the log at once
+_LONGEST_SILENCE = 300.0  # seconds after which a line is printed even if it is one more than these
+_BAR_MINIMUM = 10  # characters of the progress bar; where fewer are free there is none
 _BAR_MAXIMUM = 40
 _GAP = "  "
-_NOTEBOOK_SECONDS = 0.5
-"""Time between two updates of a notebook's display, each of which is a message to the browser."""
+_NOTEBOOK_SECONDS = 0.5  # time between two updates of a notebook's display, each of which is a message to the browser
 _NOTEBOOK_HTML = """\
 <div style="font-family: monospace; white-space: pre-wrap"><b>{head}</b>
 <progress value="{done}" max="{total}" style="width: 20em; vertical-align: middle"></progress>  {texts}

@@ -23,8 +23,7 @@ from shardwise.distributed.mesh import Group, Mesh, join
 
 _Result = TypeVar("_Result")
 _FOLDER = "the run's folder"
-_SHOWN = 5
-"""Differences that are told, and ranks of each."""
+_SHOWN = 5  # differences that are told, and ranks of each
 _FIRST_POLL_SECONDS = 0.01
 _LONGEST_POLL_SECONDS = 5.0
 

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
-_SLOW = 1.5
-"""Times the best rank's work from which on a rank is reported as slow."""
+_SLOW = 1.5  # times the best rank's work from which on a rank is reported as slow
 
 
 class Reporter:

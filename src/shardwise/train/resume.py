@@ -44,8 +44,7 @@ from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM, Progress
 from shardwise.train.training import Training
 
-_ALL_DATA = ""
-"""The name of data that are no mixture."""
+_ALL_DATA = ""  # the name of data that are no mixture
 _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 
 
@@ -85,17 +84,12 @@ def _put_in_place(checkpoint: StepFolder, root: Root) -> StepFolder:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run continues from.
+    """The checkpoint that a run continues from."""
 
-    Attributes:
-        manifest: manifest without its files and tensors, which take much memory.
-        damage: damage in files that the training does not need, one line each.
-        received: number of ranks whose part came from the memory of another node; None if it was read from the disk.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # manifest without its files and tensors, which take much memory
     folder: Root
-    damage: tuple[str, ...]
+    damage: tuple[str, ...]  # damage in files that the training does not need, one line each
+    # Number of ranks whose part came from the memory of another node; None if it was read from the disk.
     received: int | None = None
     seconds: float = 0.0
 

@@ -106,22 +106,15 @@ def _train(stage: _OpenedStage) -> str | None:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A stage of a run that begins, or the end of the run.
-
-    Attributes:
-        path: folder of the run; None before rank 0 has named it.
-        step: steps that are done; None before anybody has looked.
-        began: time at which the stage before ended, by `time.perf_counter`; None for the first one of a process.
-        totals: totals of the stages before in this process; None in the first one.
-        is_last: True if the run has ended.
-    """
+    """A stage of a run that begins, or the end of the run."""
 
     config: Config
-    path: Path | None
-    step: int | None = None
+    path: Path | None  # folder of the run; None before rank 0 has named it
+    step: int | None = None  # steps that are done; None before anybody has looked
+    # Time at which the stage before ended, by `time.perf_counter`; None for the first one of a process.
     began: float | None = None
-    totals: StartTotals | None = None
-    is_last: bool = False
+    totals: StartTotals | None = None  # totals of the stages before in this process; None in the first one
+    is_last: bool = False  # True if the run has ended
 
 
 @dataclass(frozen=True)

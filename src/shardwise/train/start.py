@@ -37,26 +37,19 @@ from shardwise.train.step_record import Progress
 
 @dataclass(frozen=True)
 class _RunFolder:
-    """A run's folder.
-
-    Attributes:
-        key: text that tells this folder from copies of it, which may have the same id.
-        changes: keys whose values differ from those of the earlier run of this folder, one line each.
-        notes: remarks for the user on trackers.
-        batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
-        began: steps that were done when each earlier start of the run began to train.
-        former_steps: `train.steps` of the earlier run of this folder; None where there was none.
-    """
+    """A run's folder."""
 
     directory: RunDirectory
     id: str
-    key: str
+    key: str  # text that tells this folder from copies of it, which may have the same id
     checkpoints: FoundCheckpoints
+    # Keys whose values differ from those of the earlier run of this folder, one line each.
     changes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # remarks for the user on trackers
+    # Remark on a global batch that is kept from the earlier run; None where the configured one is used.
     batch_note: str | None = None
-    began: tuple[int, ...] = ()
-    former_steps: int | None = None
+    began: tuple[int, ...] = ()  # steps that were done when each earlier start of the run began to train
+    former_steps: int | None = None  # `train.steps` of the earlier run of this folder; None where there was none
 
     def require_room(self, checkpoint: CheckpointConfig, needed: int | None) -> None:
         """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
@@ -66,27 +59,21 @@ class _RunFolder:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """One rank's part of a run that was opened: all that its phases share.
-
-    Attributes:
-        data: prepared data; `Feed.open` makes batches of them.
-        weights: folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
-        followed: folder of the run, on rank 0; None on all other ranks.
-        companions: files that each checkpoint has next to the weights; on rank 0 alone.
-        base_model: hub id in `checkpoint.load`; None where it names none.
-    """
+    """One rank's part of a run that was opened: all that its phases share."""
 
     config: Config
     layout: Layout
     mesh: Mesh
     progress: Progress
-    data: PreparedData
+    data: PreparedData  # prepared data; `Feed.open` makes batches of them
     sets: EvaluationSets
     folder: _RunFolder
+    # Folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
     weights: Root | None
-    followed: FollowedFolder | None
+    followed: FollowedFolder | None  # folder of the run, on rank 0; None on all other ranks
+    # Files that each checkpoint has next to the weights; on rank 0 alone.
     companions: Companions = field(default_factory=Companions)
-    base_model: str | None = None
+    base_model: str | None = None  # hub id in `checkpoint.load`; None where it names none
 
 
 def open_run(

@@ -50,10 +50,8 @@ PIPELINE = "pipeline"
 """A step of the pipeline, whose own clock tells `read` the forward from the backward passes and the waits."""
 STRAGGLER_STEPS = 20
 """Steps whose median tells a rank's work: a single slow step names nobody."""
-_NO_TIME = -1e30
-"""In place of a negative time of a stage that has none yet: any time is greater."""
-_SAME = 1e-6
-"""Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
+_NO_TIME = -1e30  # in place of a negative time of a stage that has none yet: any time is greater
+_SAME = 1e-6  # relative difference up to which two times are one: all numbers travel as float32, which has 7 digits
 
 
 class StepMeter:
@@ -209,21 +207,14 @@ class _Stragglers:
 
 
 class _StepNumbers(NamedTuple):
-    """Numbers of a step that the host reads, equal on every rank.
-
-    Attributes:
-        parameter_norm: None in steps that are not logged.
-        losses: mean loss of each objective over the global batch.
-        agreed_flags: largest of all ranks' flags, in their order; None where there are no flags.
-        totals: numbers of each of `StepMeters.totals`; empty in steps that are not logged.
-    """
+    """Numbers of a step that the host reads, equal on every rank."""
 
     gradient_norm: float
-    parameter_norm: float | None
-    losses: tuple[float, ...]
-    agreed_flags: tuple[float, ...] | None
+    parameter_norm: float | None  # None in steps that are not logged
+    losses: tuple[float, ...]  # mean loss of each objective over the global batch
+    agreed_flags: tuple[float, ...] | None  # largest of all ranks' flags, in their order; None where there are no flags
     straggler: Straggler | None
-    totals: Sequence[Sequence[float]]
+    totals: Sequence[Sequence[float]]  # numbers of each of `StepMeters.totals`; empty in steps that are not logged
 
 
 class StepTotals(Protocol):

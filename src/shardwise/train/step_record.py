@@ -24,22 +24,16 @@ _LEAST_DEVIATION = 1e-3
 
 @dataclass
 class Progress:
-    """The progress of a training, over all its runs, and its present phase, which errors name.
-
-    Attributes:
-        before: steps among them that earlier runs did.
-        position: place in the order of the data; greater than `samples` where batches were left out.
-        losses: losses of the last steps, at most `SMOOTHED_STEPS`, since a stage of the data began.
-        phase: present work of the run, as a noun phrase.
-    """
+    """The progress of a training, over all its runs, and its present phase, which errors name."""
 
     step: int = 0
-    before: int = 0
+    before: int = 0  # steps among them that earlier runs did
     samples: int = 0
     tokens: int = 0
-    position: int = 0
+    position: int = 0  # place in the order of the data; greater than `samples` where batches were left out
+    # Losses of the last steps, at most `SMOOTHED_STEPS`, since a stage of the data began.
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
-    phase: str = "start"
+    phase: str = "start"  # present work of the run, as a noun phrase
 
     def advance(self, loss: float, samples: int, length: int) -> float | None:
         """Count a step; return the standard deviations by which its loss is above the mean before, None at first."""
@@ -59,91 +53,64 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepDetail:
-    """Numbers that a part of a training adds to the record of a logged step, under the names of the run's files.
+    """Numbers that a part of a training adds to the record of a logged step, under the names of the run's files."""
 
-    Attributes:
-        numbers: beside the loss, in metrics and trackers.
-        facts: further entries of the step's event.
-        scalars: further numbers for trackers, by prefix.
-        lines: entries of a line in a file of their own, by its name without `.jsonl`.
-    """
-
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)  # beside the loss, in metrics and trackers
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further entries of the step's event
+    # Further numbers for trackers, by prefix.
     scalars: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    # Entries of a line in a file of their own, by its name without `.jsonl`.
     lines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The slowest rank of a training's step.
-
-    Attributes:
-        relative: work of this rank divided by that of the fastest rank of its stage.
-        own: work of this rank divided by its own best.
-    """
+    """The slowest rank of a training's step."""
 
     rank: int
-    relative: float
-    own: float
+    relative: float  # work of this rank divided by that of the fastest rank of its stage
+    own: float  # work of this rank divided by its own best
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished optimizer step.
+    """One finished optimizer step."""
 
-    Attributes:
-        step: number of the step, from 1, over the whole training.
-        loss: mean loss of the global batch, before the update.
-        mean_loss: mean of `loss` over this step and the ones before.
-        mean_steps: steps in that mean: `SMOOTHED_STEPS`, or fewer where the training or a stage of its data is younger.
-        grad_norm: norm of the whole model's gradients, before clipping.
-        param_norm: norm of the whole model's parameters, before the update, in steps that are logged.
-        tokens: tokens read by all ranks over the whole training, this step included.
-        seconds: wall time of this step on this rank, without evaluation. On an accelerator the step ends when its
-            update is queued, so the update itself counts to the next step.
-        input_seconds: part of `seconds` in which this rank waited for data.
-        peak_memory_bytes: most memory that this rank has used since its start.
-        losses: mean loss of each objective, where there are several; `loss` is their sum.
-        timing: timing of a pipeline's step, in steps that are logged.
-        split: seconds of this rank by part (`train/step_meters.py`); empty where it was not measured.
-        checkpoint_seconds: time for which training waited for checkpoints and copies after the steps before this one,
-            since the last step that is logged.
-        communication_bytes: bytes that this rank sent in the step, by axis of the mesh; `pp` has the messages between
-            stages.
-        memory: bytes in use on this rank, by kind, in steps that are logged.
-        loss_spike: standard deviations by which the loss is above the mean of the steps before.
-        allocator: bytes by `devices.allocator_bytes`, on an accelerator.
-        details: what is recorded further, in steps that are logged.
-        is_logged: files and progress show this step; the same on every rank.
-        agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
-            there were none, or where much time has passed since then.
-    """
-
-    step: int
-    loss: float
-    mean_loss: float
+    step: int  # number of the step, from 1, over the whole training
+    loss: float  # mean loss of the global batch, before the update
+    mean_loss: float  # mean of `loss` over this step and the ones before
+    # Steps in that mean: `SMOOTHED_STEPS`, or fewer where the training or a stage of its data is younger.
     mean_steps: int
     lr: float
-    grad_norm: float
-    param_norm: float | None
-    tokens: int
+    grad_norm: float  # norm of the whole model's gradients, before clipping
+    param_norm: float | None  # norm of the whole model's parameters, before the update, in steps that are logged
+    tokens: int  # tokens read by all ranks over the whole training, this step included
     samples: int
+    # Wall time of this step on this rank, without evaluation. On an accelerator the step ends when its update is
+    # queued, so the update itself counts to the next step.
     seconds: float
-    input_seconds: float
-    peak_memory_bytes: int
+    input_seconds: float  # part of `seconds` in which this rank waited for data
+    peak_memory_bytes: int  # most memory that this rank has used since its start
+    # Mean loss of each objective, where there are several; `loss` is their sum.
     losses: Mapping[str, float] = field(default_factory=dict)
-    timing: StepTiming | None = None
+    timing: StepTiming | None = None  # timing of a pipeline's step, in steps that are logged
+    # Seconds of this rank by part (`train/step_meters.py`); empty where it was not measured.
     split: Mapping[str, float] = field(default_factory=dict)
+    # Time for which training waited for checkpoints and copies after the steps before this one, since the last step
+    # that is logged.
     checkpoint_seconds: float = 0.0
+    # Bytes that this rank sent in the step, by axis of the mesh; `pp` has the messages between stages.
     communication_bytes: Mapping[str, int] = field(default_factory=dict)
+    # Bytes in use on this rank, by kind, in steps that are logged.
     memory: Mapping[str, int] = field(default_factory=dict)
-    loss_spike: float | None = None
+    loss_spike: float | None = None  # standard deviations by which the loss is above the mean of the steps before
     straggler: Straggler | None = None
-    allocator: Mapping[str, int] = field(default_factory=dict)
-    details: Sequence[StepDetail] = ()
+    allocator: Mapping[str, int] = field(default_factory=dict)  # bytes by `devices.allocator_bytes`, on an accelerator
+    details: Sequence[StepDetail] = ()  # what is recorded further, in steps that are logged
+    # Largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where there were none,
+    # or where much time has passed since then.
     agreed_flags: tuple[float, ...] | None = None
-    is_logged: bool = True
+    is_logged: bool = True  # files and progress show this step; the same on every rank
 
     @property
     def work_seconds(self) -> float | None:
@@ -201,15 +168,9 @@ def _rate(amount: float, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class StartTotals:
-    """The totals of a start of a run, over the stages that this process has trained.
+    """The totals of a start of a run, over the stages that this process has trained."""
 
-    Attributes:
-        steps_before: steps done by earlier starts.
-        seconds_before: time to train of earlier starts; None where they recorded none.
-        began: time at which the first stage began to train, by `time.perf_counter`.
-    """
-
-    steps_before: int
-    seconds_before: float | None
-    began: float
+    steps_before: int  # steps done by earlier starts
+    seconds_before: float | None  # time to train of earlier starts; None where they recorded none
+    began: float  # time at which the first stage began to train, by `time.perf_counter`
     throughput: Throughput

@@ -75,20 +75,13 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What the summary of a training's dry run says on a step of a cluster, which need not be here.
-
-    Attributes:
-        rows: rows on the time of a step, its parts, and the memory that is left or lacks.
-        seconds: time of a step; None if it is not known.
-        facts: figures as `shardwise plan --json` has them; None if they are not known.
-        problems: the reason why no rank can hold its part, if so.
-    """
+    """What the summary of a training's dry run says on a step of a cluster, which need not be here."""
 
     cluster: str
-    rows: Sequence[tuple[str, str]]
-    seconds: float | None
-    facts: Mapping[str, Any] | None = None
-    problems: Sequence[str] = ()
+    rows: Sequence[tuple[str, str]]  # rows on the time of a step, its parts, and the memory that is left or lacks
+    seconds: float | None  # time of a step; None if it is not known
+    facts: Mapping[str, Any] | None = None  # figures as `shardwise plan --json` has them; None if they are not known
+    problems: Sequence[str] = ()  # the reason why no rank can hold its part, if so
 
 
 def dry_run(

@@ -25,38 +25,26 @@ _SEGMENT_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """The difference of one tensor that two checkpoints have in the same shape.
-
-    Attributes:
-        dtypes: A's and B's.
-        equal: both have the same dtype and the same bits.
-        largest: max |B − A|, NaN where only one of them is; None for a dtype that is compared by its bits alone.
-        relative: ‖B − A‖ / ‖A‖; None as above.
-    """
+    """The difference of one tensor that two checkpoints have in the same shape."""
 
     state: str
     name: str
     shape: tuple[int, ...]
-    dtypes: tuple[str, str]
-    equal: bool
+    dtypes: tuple[str, str]  # A's and B's
+    equal: bool  # both have the same dtype and the same bits
+    # Max |B − A|, NaN where only one of them is; None for a dtype that is compared by its bits alone.
     largest: float | None
-    relative: float | None
+    relative: float | None  # ‖B − A‖ / ‖A‖; None as above
 
 
 @dataclass(frozen=True)
 class FolderDifference:
-    """The differences between two checkpoints A and B.
+    """The differences between two checkpoints A and B."""
 
-    Attributes:
-        config: (dotted key, A's value, B's value).
-        only_a: (state, name) of tensors that only A holds.
-        only_b: (state, name) of tensors that only B holds.
-        shapes: (state, name, A's shape, B's shape) where the shapes differ.
-    """
-
-    config: tuple[tuple[str, Any, Any], ...]
-    only_a: tuple[tuple[str, str], ...]
-    only_b: tuple[tuple[str, str], ...]
+    config: tuple[tuple[str, Any, Any], ...]  # (dotted key, A's value, B's value)
+    only_a: tuple[tuple[str, str], ...]  # (state, name) of tensors that only A holds
+    only_b: tuple[tuple[str, str], ...]  # (state, name) of tensors that only B holds
+    # (state, name, A's shape, B's shape) where the shapes differ.
     shapes: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
     tensors: tuple[TensorDifference, ...]
 

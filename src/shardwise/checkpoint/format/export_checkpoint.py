@@ -28,8 +28,7 @@ from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
 
 MASTER = "master"
-_DTYPE_FIELDS = ("torch_dtype", "dtype")
-"""The names that releases of `transformers` give the dtype in `config.json`."""
+_DTYPE_FIELDS = ("torch_dtype", "dtype")  # the names that releases of `transformers` give the dtype in `config.json`
 
 
 class Export:

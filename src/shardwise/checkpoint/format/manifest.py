@@ -73,42 +73,26 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of the checkpoint of one step.
+    """The contents of the checkpoint of one step."""
 
-    Attributes:
-        step: updates done.
-        samples: samples that were trained on.
-        position: next sample of the data order; skipped samples count.
-        tokens: tokens that were trained on.
-        config: resolved configuration.
-        layout: degrees of parallelism of the run that wrote it.
-        schedule: state of the learning rate's schedule.
-        data: identity of the data, and the run's id.
-        rng: state of the random number generators.
-        versions: versions of the programs that wrote it.
-        created: date and time, in ISO 8601.
-        optimizer: name, steps and names of its states; None where the checkpoint has weights alone.
-        losses: losses of the last steps, whose mean a run shows.
-        state_hash: hash of the state (`StateHash.recorded`); None where the run made none.
-        files: every file of the folder but the manifest.
-        tensors: state (`model`, `exp_avg`, …) → canonical name → tensor.
-    """
-
-    step: int
-    samples: int
-    position: int
-    tokens: int
-    config: Mapping[str, Any]
-    layout: Mapping[str, Any]
-    schedule: Mapping[str, Any]
-    data: Mapping[str, Any]
-    rng: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    created: str
+    step: int  # updates done
+    samples: int  # samples that were trained on
+    position: int  # next sample of the data order; skipped samples count
+    tokens: int  # tokens that were trained on
+    config: Mapping[str, Any]  # resolved configuration
+    layout: Mapping[str, Any]  # degrees of parallelism of the run that wrote it
+    schedule: Mapping[str, Any]  # state of the learning rate's schedule
+    data: Mapping[str, Any]  # identity of the data, and the run's id
+    rng: Mapping[str, Any]  # state of the random number generators
+    versions: Mapping[str, Any]  # versions of the programs that wrote it
+    created: str  # date and time, in ISO 8601
+    # Name, steps and names of its states; None where the checkpoint has weights alone.
     optimizer: Mapping[str, Any] | None
-    losses: tuple[float, ...] = field(default=(), kw_only=True)
+    losses: tuple[float, ...] = field(default=(), kw_only=True)  # losses of the last steps, whose mean a run shows
+    # Hash of the state (`StateHash.recorded`); None where the run made none.
     state_hash: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    files: tuple[FileEntry, ...] = field(repr=False)
+    files: tuple[FileEntry, ...] = field(repr=False)  # every file of the folder but the manifest
+    # State (`model`, `exp_avg`, …) → canonical name → tensor.
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
 
     def to_json(self) -> str:
@@ -391,8 +375,7 @@ def _count(plain: Mapping[str, Any], key: str) -> int:
 
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
-_COMPARED_AT_ONCE = 2**22
-"""Pairs of a box and a piece that are compared at once: a few megabytes of flags."""
+_COMPARED_AT_ONCE = 2**22  # pairs of a box and a piece that are compared at once: a few megabytes of flags
 
 
 @dataclass(frozen=True)
@@ -526,8 +509,7 @@ def _entry(row: list[int]) -> PieceEntry:
     return PieceEntry(file, offset, Box(tuple(box[:dims]), tuple(box[dims:])))
 
 
-_PAIRS_AT_ONCE = 2**20
-"""Pairs of boxes that are compared at once: some tens of megabytes of indices."""
+_PAIRS_AT_ONCE = 2**20  # pairs of boxes that are compared at once: some tens of megabytes of indices
 
 
 def untiled_tensors(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:

@@ -14,8 +14,7 @@ from shardwise.checkpoint.format.manifest import MODEL, Manifest
 from shardwise.config.data import BUILT_IN_TEXTS
 
 MODEL_CARD = "README.md"
-_TASKS = {"bert": "fill-mask"}
-"""Family → the hub's name of what its models do; all others continue a text."""
+_TASKS = {"bert": "fill-mask"}  # family → the hub's name of what its models do; all others continue a text
 _SIZES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden size": ("hidden_size", "n_embd"),

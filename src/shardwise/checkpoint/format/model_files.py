@@ -28,17 +28,11 @@ _ID_SUFFIX = "_token_id"
 
 @dataclass(frozen=True)
 class FilesBesideWeights:
-    """The small files of a model's folder, or a `config.json` by itself.
+    """The small files of a model's folder, or a `config.json` by itself."""
 
-    Attributes:
-        place: name of the folder or file, for messages.
-        ids: ids of special tokens that `config.json` names, such as `eos_token_id`: one id or several.
-        files: name → content of the other files; empty for a file by itself.
-    """
-
-    place: str
-    ids: Mapping[str, Any]
-    files: Mapping[str, bytes]
+    place: str  # name of the folder or file, for messages
+    ids: Mapping[str, Any]  # ids of special tokens that `config.json` names, such as `eos_token_id`: one id or several
+    files: Mapping[str, bytes]  # name → content of the other files; empty for a file by itself
 
     @staticmethod
     def read(place: Root) -> FilesBesideWeights:
@@ -132,20 +126,15 @@ _ROTARY_KEYS = (
 )
 """Keys that decide how rotary positions turn queries and keys, and which keys a query sees; weights do not depend on
 them."""
-_ROLES_WITHOUT_WEIGHTS = ("activation", "norm_eps")
-"""Roles of other keys that no weight depends on."""
+_ROLES_WITHOUT_WEIGHTS = ("activation", "norm_eps")  # roles of other keys that no weight depends on
 
 
 @dataclass(frozen=True)
 class _ModelDifferences:
-    """Differences of a recipe's model from that of a folder.
+    """Differences of a recipe's model from that of a folder."""
 
-    Attributes:
-        problems: why the weights of the folder are not those of the recipe's model.
-        changes: sentences for the user, on each change that the recipe states and that weights allow.
-    """
-
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # why the weights of the folder are not those of the recipe's model
+    # Sentences for the user, on each change that the recipe states and that weights allow.
     changes: tuple[str, ...] = ()
 
 

@@ -29,15 +29,13 @@ MAX_HEADER_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
 MAX_DIMS = 64
 """Dimensions of a tensor at most: numpy has no more."""
-_COUNT_LIMIT = 2**63
-"""Counts are kept in signed 64-bit integers."""
+_COUNT_LIMIT = 2**63  # counts are kept in signed 64-bit integers
 _LFS_POINTER = b"version https://git-lfs"
 FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Names of torch → of safetensors."""
 FLOATING = {**{name: dtype for dtype, name in FLOATS.items()}, "F64": "float64"}
 """Names of safetensors → of torch."""
-_NAN = np.uint16(0x7FC0)
-"""The NaN of bfloat16 that torch's cast makes."""
+_NAN = np.uint16(0x7FC0)  # the NaN of bfloat16 that torch's cast makes
 CODED = ("C64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0")
 """Formats whose bits are read, and whose values are not computed here."""
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -53,8 +51,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 safetensors has further ones of less than a byte.
 """
-_DTYPE = re.compile("[A-Z0-9_]{1,16}")
-"""The names of safetensors' formats, also of later releases."""
+_DTYPE = re.compile("[A-Z0-9_]{1,16}")  # the names of safetensors' formats, also of later releases
 
 
 Values: TypeAlias = npt.NDArray[Any]
@@ -63,17 +60,13 @@ Values: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file: bytes `start` to `stop`.
-
-    Attributes:
-        first: where it begins in a tensor of which the file has a part; None: it is whole.
-    """
+    """A tensor in a safetensors file: bytes `start` to `stop`."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    first: tuple[int, ...] | None = None
+    first: tuple[int, ...] | None = None  # where it begins in a tensor of which the file has a part; None: it is whole
 
 
 def safetensors_header(

@@ -27,25 +27,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 TRAINABLE = "float64, float32, float16 or bfloat16"
 """The dtypes that a weight may have, for messages."""
 _DIGITS = re.compile(r"(\d+)")
-_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
-"""The part of a name that is a number; the first one is the layer's."""
+_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")  # the part of a name that is a number; the first one is the layer's
 
 
 @dataclass
 class StoredTensors:
-    """The tensors that a folder holds, read when they are asked for.
-
-    Attributes:
-        states: state (`model`, `exp_avg`, …) → name → tensor.
-        manifest: manifest of a checkpoint; None for plain Hugging Face weights.
-        files: names of its weight files, where it has no manifest.
-        readers: number of a file → reader that has read parts of it so far.
-    """
+    """The tensors that a folder holds, read when they are asked for."""
 
     folder: Root
-    states: Mapping[str, Mapping[str, TensorEntry]]
-    manifest: Manifest | None
-    files: tuple[str, ...] = ()
+    states: Mapping[str, Mapping[str, TensorEntry]]  # state (`model`, `exp_avg`, …) → name → tensor
+    manifest: Manifest | None  # manifest of a checkpoint; None for plain Hugging Face weights
+    files: tuple[str, ...] = ()  # names of its weight files, where it has no manifest
+    # Number of a file → reader that has read parts of it so far.
     readers: dict[int, ChunkedReader] = field(default_factory=dict)
 
     @staticmethod

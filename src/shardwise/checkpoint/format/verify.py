@@ -37,33 +37,24 @@ _EXPONENT_BITS = {
 
 E4M3 has no infinity, and gives its largest exponent to numbers but for the NaN.
 """
-_COUNTED_AT_ONCE = 2**18
-"""Values whose mask is in memory at once: it then stays in the processor's cache."""
-_HASHED_AT_ONCE = 2**20
-"""Elements in memory at once, 8 MiB as integers of 64 bits."""
+_COUNTED_AT_ONCE = 2**18  # values whose mask is in memory at once: it then stays in the processor's cache
+_HASHED_AT_ONCE = 2**20  # elements in memory at once, 8 MiB as integers of 64 bits
 _SHOWN = 5
 
 
 @dataclass
 class VerificationReport:
-    """The result of the verification of a checkpoint.
-
-    Attributes:
-        problems: one sentence each; empty where the checkpoint is as it was written.
-        files: number of files that the manifest lists.
-        tensors: number of tensors that the manifest lists.
-        non_finite: STATE/NAME → number of values that are NaN or infinite.
-        unlisted: files that the manifest does not list.
-        state_hash: hash of the state that the manifest has; None where it has none, or was not compared.
-    """
+    """The result of the verification of a checkpoint."""
 
     folder: Root
+    # One sentence each; empty where the checkpoint is as it was written.
     problems: list[str] = field(default_factory=list)
-    files: int = 0
+    files: int = 0  # number of files that the manifest lists
     bytes: int = 0
-    tensors: int = 0
-    non_finite: dict[str, int] = field(default_factory=dict)
-    unlisted: list[str] = field(default_factory=list)
+    tensors: int = 0  # number of tensors that the manifest lists
+    non_finite: dict[str, int] = field(default_factory=dict)  # STATE/NAME → number of values that are NaN or infinite
+    unlisted: list[str] = field(default_factory=list)  # files that the manifest does not list
+    # Hash of the state that the manifest has; None where it has none, or was not compared.
     state_hash: str | None = None
 
     @property

@@ -52,8 +52,7 @@ class PlannedPiece:
         return PlannedPiece(MODEL, name, shape, dtype, Box.whole(shape))
 
 
-_TensorKey: TypeAlias = tuple[str, str, tuple[int, ...], str]
-"""State, name, shape and dtype of a tensor."""
+_TensorKey: TypeAlias = tuple[str, str, tuple[int, ...], str]  # state, name, shape and dtype of a tensor
 PieceRows: TypeAlias = Mapping[_TensorKey, Sequence[tuple[int, ...]]]
 """Tensor in a file → its pieces there, each as one tuple of numbers: offset, start of the box, size of the box."""
 
@@ -132,17 +131,11 @@ class StreamedWeight:
 
 @dataclass(frozen=True)
 class WrittenFolder:
-    """A folder of weights that was written.
+    """A folder of weights that was written."""
 
-    Attributes:
-        folder: the folder, under its final name.
-        files: number of files, the manifest included.
-        bytes: length of all files but the manifest.
-    """
-
-    folder: Root
-    files: int
-    bytes: int
+    folder: Root  # the folder, under its final name
+    files: int  # number of files, the manifest included
+    bytes: int  # length of all files but the manifest
 
 
 def write_folder(

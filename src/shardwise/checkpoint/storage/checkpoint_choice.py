@@ -15,8 +15,7 @@ from shardwise.checkpoint.storage.run_identity import require_ownership
 from shardwise.config import Config, changed_size_stages, resume_problems
 from shardwise.runs.folder import RunDirectory
 
-_WENT_BACK = "went_back"
-"""The key of a manifest's `schedule` with the request by which the run last went back."""
+_WENT_BACK = "went_back"  # the key of a manifest's `schedule` with the request by which the run last went back
 
 
 @dataclass(frozen=True)

@@ -40,23 +40,15 @@ _SET_ASIDE = re.compile(r"step-(\d{8,18})\.(abandoned|damaged)(-\d+)?")
 
 @dataclass(frozen=True)
 class StepFolder:
-    """A folder that has the name of a checkpoint.
+    """A folder that has the name of a checkpoint."""
 
-    Attributes:
-        step: updates done.
-        problem: why it is not intact, as far as the manifest and the lengths of files show; None where it is.
-        bytes: length of all files in the folder.
-        manifest: the manifest; None where it cannot be used.
-        incomplete: there is no manifest, so the save was not completed.
-        unreadable: the problem is no damage: the store gave no answer, or this version cannot use the manifest.
-    """
-
-    step: int
+    step: int  # updates done
     folder: Root
-    problem: str | None
-    bytes: int = 0
-    manifest: Manifest | None = None
-    incomplete: bool = False
+    problem: str | None  # why it is not intact, as far as the manifest and the lengths of files show; None where it is
+    bytes: int = 0  # length of all files in the folder
+    manifest: Manifest | None = None  # the manifest; None where it cannot be used
+    incomplete: bool = False  # there is no manifest, so the save was not completed
+    # The problem is no damage: the store gave no answer, or this version cannot use the manifest.
     unreadable: bool = False
 
 
@@ -269,16 +261,11 @@ _MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class NamedFolder:
-    """Storage that a user named: one checkpoint, or a folder of checkpoints or of weights.
-
-    Attributes:
-        is_checkpoint: True for one checkpoint; False for a folder of checkpoints or of weights.
-        location: path or URL that `root` is made of; it may contain a password, so it must not be shown.
-    """
+    """Storage that a user named: one checkpoint, or a folder of checkpoints or of weights."""
 
     root: Root
-    is_checkpoint: bool
-    location: str
+    is_checkpoint: bool  # True for one checkpoint; False for a folder of checkpoints or of weights
+    location: str  # path or URL that `root` is made of; it may contain a password, so it must not be shown
 
     def checkpoints(self) -> list[StepFolder]:
         """The checkpoints in the folder, newest first; of a checkpoint itself, this one."""

@@ -16,27 +16,19 @@ from shardwise.checkpoint.storage.root import Buffer, DamageError, Root, StoreEr
 
 MIN_CHUNK_BYTES = 2**14
 MAX_CHUNK_BYTES = 2**24
-_CHUNKS_OF_A_FILE = 8192
-"""Aim for the number of chunks of a file: 64 KiB of checksums."""
+_CHUNKS_OF_A_FILE = 8192  # aim for the number of chunks of a file: 64 KiB of checksums
 _CHECKSUM = struct.Struct("<Q")
 READ_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A stored file, and the checksum of each of its chunks.
+    """A stored file, and the checksum of each of its chunks."""
 
-    Attributes:
-        path: path relative to the folder.
-        bytes: length of the file.
-        chunk_bytes: length of each chunk; the last one may be shorter.
-        checksums: xxh3_64 of each chunk, packed little-endian.
-    """
-
-    path: str
-    bytes: int
-    chunk_bytes: int
-    checksums: builtins.bytes
+    path: str  # path relative to the folder
+    bytes: int  # length of the file
+    chunk_bytes: int  # length of each chunk; the last one may be shorter
+    checksums: builtins.bytes  # xxh3_64 of each chunk, packed little-endian
 
     @property
     def chunks(self) -> int:

@@ -60,10 +60,8 @@ _S3_ADVICE = {
 """Pattern → advice: that of the first pattern that occurs in the reason of a failure."""
 PATIENCE_SECONDS = 20.0
 """Longest wait for the first answer of a remote place. Clients retry for minutes, which helps only after an answer."""
-_SILENCE_SECONDS = 60.0
-"""Longest pause of a web server in the middle of a file."""
-_WINDOW_BYTES = 32 * 2**20
-"""Bytes of a file that are brought to the disk at a time."""
+_SILENCE_SECONDS = 60.0  # longest pause of a web server in the middle of a file
+_WINDOW_BYTES = 32 * 2**20  # bytes of a file that are brought to the disk at a time
 _Result = TypeVar("_Result")
 
 

@@ -41,8 +41,7 @@ from shardwise.data.tokens.chat_template import ChatTemplate, add_chat_template,
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
-_RULE = 3
-"""Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
+_RULE = 3  # belongs to the key of every cache entry: raise it when a built-in template or the places of answers change
 _REWRITTEN = "the chat template rewrites an answer once messages follow, so the last answer alone is learned there"
 # Text that is encoded at once.
 _BATCH_CHARACTERS = 1 << 20

@@ -26,22 +26,16 @@ conversations whose answers are learned."""
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Statistics that `data inspect` shows of the lengths of documents, samples or rows.
+    """Statistics that `data inspect` shows of the lengths of documents, samples or rows."""
 
-    Attributes:
-        what: unit and thing, such as "tokens of a document".
-        number: number of lengths in the data; None if that is not known.
-        bins: shortest and longest length of each bin, and the number of lengths in it.
-    """
-
-    what: str
+    what: str  # unit and thing, such as "tokens of a document"
     counted: int
-    number: int | None
+    number: int | None  # number of lengths in the data; None if that is not known
     least: int
     most: int
     mean: float
     median: float
-    bins: Sequence[tuple[int, int, int]]
+    bins: Sequence[tuple[int, int, int]]  # shortest and longest length of each bin, and the number of lengths in it
 
     @classmethod
     def of(cls, unit: str, lengths: IntArray, number: int | None) -> LengthStatistics:

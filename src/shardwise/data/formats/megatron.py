@@ -26,8 +26,7 @@ _BLOCKS = 256
 _BLOCK_TOKENS = 1 << 16
 _Parts = Mapping[Part, tuple[megatron_files.MegatronDocuments, ...]]
 """The documents of each part in each of the data sets."""
-_BLEND_ORDER = 2
-"""The version of the order in which data sets of a blend take turns."""
+_BLEND_ORDER = 2  # the version of the order in which data sets of a blend take turns
 
 
 @dataclass(frozen=True)

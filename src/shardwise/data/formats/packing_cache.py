@@ -19,8 +19,7 @@ from shardwise.data.rows import PART_NAMES, IntArray, Part
 from shardwise.data.samples.batch import TokenRow
 from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, document_bounds, packed_windows
 
-_RULE = 1
-"""Belongs to the key of every cache entry: raise it when documents are packed in another way."""
+_RULE = 1  # belongs to the key of every cache entry: raise it when documents are packed in another way
 _KIND = "packs"
 _Text = TypeVar("_Text", bound=prepared_data.PreparedText)
 

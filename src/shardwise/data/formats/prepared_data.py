@@ -29,18 +29,13 @@ _SHOWN_DIGITS = 12
 
 @dataclass(frozen=True)
 class PreparedData(ABC):
-    """Data ready for a run: tokens of a training, an evaluation and, if there is one, a test part.
+    """Data ready for a run: tokens of a training, an evaluation and, if there is one, a test part."""
 
-    Attributes:
-        tokenizer_path: folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None if the
-            data are ids and no tokenizer is named.
-        fingerprint: digest of the data: equal data have equal fingerprints, on any machine.
-        summary: one line for the user.
-    """
-
+    # Folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None if the data are ids and
+    # no tokenizer is named.
     tokenizer_path: Path | None
-    fingerprint: str
-    summary: str
+    fingerprint: str  # digest of the data: equal data have equal fingerprints, on any machine
+    summary: str  # one line for the user
 
     @property
     def source_fingerprints(self) -> dict[str, str]:

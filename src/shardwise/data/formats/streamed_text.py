@@ -24,8 +24,7 @@ from shardwise.data.samples import batch, causal, packing, text_stream
 from shardwise.data.tokens.encoding import document_marks, encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
 
-_DocumentBegin = tuple[int, int]
-"""Number of a shard, and the offset at which a document begins in it."""
+_DocumentBegin = tuple[int, int]  # number of a shard, and the offset at which a document begins in it
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,11 @@ _ENCODED_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class TextSplit:
-    """The division of a text into a training and an evaluation part.
+    """The division of a text into a training and an evaluation part."""
 
-    Attributes:
-        held_out: True for each document that is evaluated, [documents]; None if the end of the text is evaluated.
-        boundary: character of the text at which the held-out end begins, if `held_out` is None.
-    """
-
+    # True for each document that is evaluated, [documents]; None if the end of the text is evaluated.
     held_out: Flags | None
-    boundary: int
+    boundary: int  # character of the text at which the held-out end begins, if `held_out` is None
 
     def parts(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[Part, TextPiece]]:
         """Each piece with its part; the piece with the boundary becomes two, cut at the next line if there is one."""

@@ -27,16 +27,12 @@ _LONGEST_SEQUENCE = 1 << 30
 
 @dataclass(frozen=True)
 class RawConversionJob:
-    """A file of raw token ids that `data prepare` is to convert.
-
-    Attributes:
-        dtype: dtype of the ids; None: the header or the bytes decide.
-        eod_token: id that ends each document; None: the header's or the tokenizer's, else the file is one document.
-    """
+    """A file of raw token ids that `data prepare` is to convert."""
 
     path: Path
     output: Path
-    dtype: str | None = None
+    dtype: str | None = None  # dtype of the ids; None: the header or the bytes decide
+    # Id that ends each document; None: the header's or the tokenizer's, else the file is one document.
     eod_token: int | None = None
     tokenizer: str | None = None
 

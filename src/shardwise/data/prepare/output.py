@@ -42,8 +42,7 @@ ANY_VOCABULARY = 1 << 31
 """More tokens than a vocabulary may have: a tokenizer that is opened with it may be of any size."""
 _FORMAT = "megatron"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LEAST = 1 << 16
-"""Bytes of a shortage that is not reported: room for the state."""
+_LEAST = 1 << 16  # bytes of a shortage that is not reported: room for the state
 _STATE = "state.json"
 _LOCK = "lock"
 _OWNER = "owner.json"

@@ -104,8 +104,7 @@ _Result = TypeVar("_Result")
 CORES_OF_A_PROCESS = 8
 # Four processes stay below 1 GiB together.
 _MOST_PROCESSES = 4
-_tokenizer: Tokenizer | None = None
-"""The tokenizer of this process, which is opened once for all its tasks."""
+_tokenizer: Tokenizer | None = None  # the tokenizer of this process, which is opened once for all its tasks
 
 
 class TokenizingWorkers:

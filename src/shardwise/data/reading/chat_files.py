@@ -22,8 +22,7 @@ from shardwise.data.reading.dataset_tables import DataSet
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-_CALLING = "function_call"
-"""The role of a message of ShareGPT whose text is the JSON of a tool's call, or of several."""
+_CALLING = "function_call"  # the role of a message of ShareGPT whose text is the JSON of a tool's call, or of several
 _SHAREGPT = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, _CALLING: ASSISTANT, "observation": "tool"}
 """The roles of ShareGPT's messages, `{"from": "human", "value": "…"}`, where they have other names."""
 _OTHER_FIELDS = (("conversations",), ("prompt", "completion"))

@@ -45,8 +45,7 @@ _ROWS = 1000
 # The name of the only split of a data set whose splits have no names.
 _UNNAMED = ""
 _T = TypeVar("_T")
-_CONVERTED = "refs/convert/parquet"
-"""The branch of a data set's repository to which the hub converts its data."""
+_CONVERTED = "refs/convert/parquet"  # the branch of a data set's repository to which the hub converts its data
 _NEEDED = "data sets of the hub need the library"
 # Beginnings of the library's messages about a configuration that is not there, or that must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
@@ -112,17 +111,12 @@ class _SavedTables:
 
 @dataclass(frozen=True)
 class _HubTables:
-    """A configuration of a repository on the hub, at a commit.
-
-    Attributes:
-        config: name of the configuration; None if the repository has one alone.
-        converted: True if the commit is one of the hub's conversion, which has CONFIG/SPLIT/NUMBER.parquet.
-    """
+    """A configuration of a repository on the hub, at a commit."""
 
     repository: str
-    config: str | None
+    config: str | None  # name of the configuration; None if the repository has one alone
     folder: Path
-    converted: bool = False
+    converted: bool = False  # True if the commit is one of the hub's conversion, which has CONFIG/SPLIT/NUMBER.parquet
 
     @property
     def stamp(self) -> list[Any]:

@@ -59,21 +59,15 @@ _CHECKED_BLOCKS = 2
 
 @dataclass(frozen=True)
 class HDF5Shard:
-    """An HDF5 shard whose arrays are there and fit one another; nothing of them has been read.
-
-    Attributes:
-        rows: number of samples N.
-        length: sequence length S.
-        predictions: most predictions of a sample P.
-        unpacked: folder in the cache that holds the arrays row after row; None if the file's own are read.
-    """
+    """An HDF5 shard whose arrays are there and fit one another; nothing of them has been read."""
 
     path: Path
-    rows: int
-    length: int
-    predictions: int
+    rows: int  # number of samples N
+    length: int  # sequence length S
+    predictions: int  # most predictions of a sample P
     nbytes: int
     chunked: bool
+    # Folder in the cache that holds the arrays row after row; None if the file's own are read.
     unpacked: Path | None = None
 
     @classmethod

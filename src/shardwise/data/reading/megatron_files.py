@@ -80,21 +80,15 @@ def _files(prefix: Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, eq=False)
 class IndexedFile:
-    """A Megatron data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
-
-    Attributes:
-        tokens: all tokens of the .bin.
-        sizes: number of tokens of each sequence, [n].
-        pointers: first byte of each sequence, [n]. A program that counts with 32 bits writes wrong ones beyond 2 GiB;
-            the pointers are then computed from the sizes.
-        documents: document bounds, [d + 1].
-    """
+    """A Megatron data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin."""
 
     prefix: Path
-    tokens: Integers
-    sizes: Int32Array
+    tokens: Integers  # all tokens of the .bin
+    sizes: Int32Array  # number of tokens of each sequence, [n]
+    # First byte of each sequence, [n]. A program that counts with 32 bits writes wrong ones beyond 2 GiB; the pointers
+    # are then computed from the sizes.
     pointers: IntArray
-    documents: IntArray
+    documents: IntArray  # document bounds, [d + 1]
 
     @classmethod
     def open(cls, path: str | Path) -> IndexedFile:

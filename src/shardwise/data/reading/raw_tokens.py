@@ -39,19 +39,13 @@ _EVIDENCE = 32
 
 @dataclass(frozen=True)
 class RawTokens:
-    """A file of raw token ids, mapped into memory.
-
-    Attributes:
-        end: the token that separates documents, where the format has one.
-        reading: how the file is read, for the user; None if the user chose it.
-        ends: the end of each document, counted in ids; None if no file beside it tells them.
-    """
+    """A file of raw token ids, mapped into memory."""
 
     path: Path
     tokens: Integers
-    end: int | None = None
-    reading: str | None = None
-    ends: IntArray | None = None
+    end: int | None = None  # the token that separates documents, where the format has one
+    reading: str | None = None  # how the file is read, for the user; None if the user chose it
+    ends: IntArray | None = None  # the end of each document, counted in ids; None if no file beside it tells them
 
     @classmethod
     def open(

@@ -39,19 +39,14 @@ class TokenRow(TokenSource, Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one rank's micro-batch.
+    """The samples of one rank's micro-batch."""
 
-    Attributes:
-        inputs: arrays by the keywords of the model's forward.
-        counts: counted targets of each objective, [K]; their sum over the global batch divides its losses.
-        samples: number of each sample in the run, [B]: the samples consumed before its global batch, plus its position
-            in that batch.
-        lengths: inputs of each sample that are not padding, which is at the end, [B]; None unless the model is causal.
-    """
-
-    inputs: dict[str, IntArray]
-    counts: IntArray
+    inputs: dict[str, IntArray]  # arrays by the keywords of the model's forward
+    counts: IntArray  # counted targets of each objective, [K]; their sum over the global batch divides its losses
+    # Number of each sample in the run, [B]: the samples consumed before its global batch, plus its position in that
+    # batch.
     samples: IntArray
+    # Inputs of each sample that are not padding, which is at the end, [B]; None unless the model is causal.
     lengths: IntArray | None = None
 
 

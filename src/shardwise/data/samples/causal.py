@@ -26,18 +26,12 @@ class DocumentEnds:
     """Changes within a sample at the end of a document, as Megatron-LM's options of these names make them.
 
     The token that ends a document belongs to it. The first document of a sample may begin in an earlier sample.
-
-    Attributes:
-        token: id of the token that ends a document.
-        mask_loss: True if the token after the end is no target, as nothing before could predict it.
-        reset_position_ids: True if positions begin with 0 again after the end.
-        reset_attention_mask: True if tokens after the end attend to none of those before.
     """
 
-    token: int
-    mask_loss: bool = False
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
+    token: int  # id of the token that ends a document
+    mask_loss: bool = False  # True if the token after the end is no target, as nothing before could predict it
+    reset_position_ids: bool = False  # True if positions begin with 0 again after the end
+    reset_attention_mask: bool = False  # True if tokens after the end attend to none of those before
 
 
 def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends: DocumentEnds | None) -> Batch:
@@ -153,15 +147,10 @@ _EPOCHS_KEPT = 2
 
 @dataclass(frozen=True)
 class _EpochIndex:
-    """The documents of one epoch in their order, and their places in the row that they make.
+    """The documents of one epoch in their order, and their places in the row that they make."""
 
-    Attributes:
-        order: document numbers, [count].
-        begins: first token of each document in the row, then the number of tokens, [count + 1].
-    """
-
-    order: Int32Array | IntArray
-    begins: IntArray
+    order: Int32Array | IntArray  # document numbers, [count]
+    begins: IntArray  # first token of each document in the row, then the number of tokens, [count + 1]
 
 
 class DocumentBatches(Batches):

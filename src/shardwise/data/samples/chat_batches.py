@@ -27,17 +27,11 @@ _EPOCHS_KEPT = 2
 
 @dataclass(frozen=True)
 class Conversations:
-    """The tokens of the conversations of a part.
+    """The tokens of the conversations of a part."""
 
-    Attributes:
-        tokens: all tokens, one conversation after another.
-        bounds: first token of each conversation, then the number of tokens, [conversations + 1].
-        answers: first and next token of each answer, in their order, [answers, 2].
-    """
-
-    tokens: TokenArray
-    bounds: IntArray
-    answers: IntArray
+    tokens: TokenArray  # all tokens, one conversation after another
+    bounds: IntArray  # first token of each conversation, then the number of tokens, [conversations + 1]
+    answers: IntArray  # first and next token of each answer, in their order, [answers, 2]
 
     @cached_property
     def lengths(self) -> IntArray:

@@ -312,5 +312,4 @@ class SourceOrder:
             yield number, np.flatnonzero(stages == number)
 
 
-_pattern = functools.cache(BlendPattern)
-"""The pattern of a tuple of weights, which takes up to half a second to make."""
+_pattern = functools.cache(BlendPattern)  # the pattern of a tuple of weights, which takes up to half a second to make

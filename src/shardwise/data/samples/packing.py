@@ -107,23 +107,15 @@ def best_fit_packs(sizes: IntArray, room: int) -> Packs:
 
 @dataclass(frozen=True)
 class PackingFacts:
-    """Counts of packed documents and their samples.
-
-    Attributes:
-        cut: number of documents that are longer than a sample.
-        targets: number of targets, the tokens of all documents but the first of each.
-        with_beginning: number of targets whose sample has all tokens of their document before them.
-        with_beginning_if_cut: the same if samples were cut from the row of all documents.
-        places: number of tokens that all samples have room for.
-    """
+    """Counts of packed documents and their samples."""
 
     documents: int = 0
-    cut: int = 0
-    targets: int = 0
-    with_beginning: int = 0
-    with_beginning_if_cut: int = 0
+    cut: int = 0  # number of documents that are longer than a sample
+    targets: int = 0  # number of targets, the tokens of all documents but the first of each
+    with_beginning: int = 0  # number of targets whose sample has all tokens of their document before them
+    with_beginning_if_cut: int = 0  # the same if samples were cut from the row of all documents
     samples: int = 0
-    places: int = 0
+    places: int = 0  # number of tokens that all samples have room for
 
     def __add__(self, addend: PackingFacts) -> PackingFacts:
         return PackingFacts(*(a + b for a, b in zip(astuple(self), astuple(addend), strict=True)))
@@ -147,15 +139,11 @@ class PackedSamples:
 
     A document of n tokens has n - 1 that are read, as its last token is a target alone. If these are more than S, they
     are cut into pieces of S and a rest.
-
-    Attributes:
-        pieces: first token of each piece and the number of its tokens that are read, one sample after another,
-            [pieces, 2].
-        begins: first piece of each sample, then the number of pieces, [samples + 1].
     """
 
+    # First token of each piece and the number of its tokens that are read, one sample after another, [pieces, 2].
     pieces: IntArray
-    begins: IntArray
+    begins: IntArray  # first piece of each sample, then the number of pieces, [samples + 1]
     length: int
     facts: PackingFacts
 

@@ -24,17 +24,12 @@ _ADDED = 3
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Consecutive tokens `[start, end)` of one document each, [B].
-
-    Attributes:
-        first_sentence: number of the first sentence that starts in the chunk or later.
-        sentences: number of sentences that start in the chunk; 0 in the middle of a long sentence.
-    """
+    """Consecutive tokens `[start, end)` of one document each, [B]."""
 
     start: IntArray
     end: IntArray
-    first_sentence: IntArray
-    sentences: IntArray
+    first_sentence: IntArray  # number of the first sentence that starts in the chunk or later
+    sentences: IntArray  # number of sentences that start in the chunk; 0 in the middle of a long sentence
     document: IntArray
 
 

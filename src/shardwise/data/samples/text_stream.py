@@ -60,17 +60,11 @@ class _StreamBlock:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Documents of a text stream that are not trained on: a share of those before a place, in the order of shards.
+    """Documents of a text stream that are not trained on: a share of those before a place, in the order of shards."""
 
-    Attributes:
-        shard: number of the shard with the first document after those that may be held out.
-        offset: place at which that document begins in its shard.
-        share: fraction of the documents before that is held out, drawn by the places at which they begin.
-    """
-
-    shard: int
-    offset: int
-    share: float
+    shard: int  # number of the shard with the first document after those that may be held out
+    offset: int  # place at which that document begins in its shard
+    share: float  # fraction of the documents before that is held out, drawn by the places at which they begin
 
     def __contains__(self, begin: tuple[int, int]) -> bool:
         """True if the document that begins at (shard, offset) is held out."""

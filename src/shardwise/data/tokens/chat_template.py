@@ -37,15 +37,13 @@ from shardwise.data.tokens.tokenizer_files import (
 BUILT_IN = "shardwise (built in)"
 """The name of a built-in template, in place of that of its file."""
 _DEFAULT = "default"
-_TOOL_USE = "tool_use"
-"""The name of the template for conversations with tools, where a tokenizer has several."""
+_TOOL_USE = "tool_use"  # the name of the template for conversations with tools, where a tokenizer has several
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning, of which templates read the first or the second."""
 
 _ANSWER = re.compile(f"[{BEGIN}{END}]")
 _PROBE = "An answer."
-_READ = ("role", "content", "weight")
-"""The fields of a message that are read in any case."""
+_READ = ("role", "content", "weight")  # the fields of a message that are read in any case
 # {0}: text before the role, {1}: text between role and content, {2}: text that ends a message.
 _BUILT_IN = (
     "{{% for message in messages %}}{{{{ {0} + message['role'] + {1} }}}}"
@@ -80,16 +78,12 @@ def _built_in_template(tokenizer: Tokenizer) -> str | None:
 
 @dataclass(frozen=True)
 class _RenderedChat:
-    """A conversation as text.
-
-    Attributes:
-        answers: first and next character of each part that the assistant wrote, with the token that ends it.
-        left_out: number of answers that are not among these, as the template rewrites them once messages follow.
-    """
+    """A conversation as text."""
 
     text: str
+    # First and next character of each part that the assistant wrote, with the token that ends it.
     answers: Sequence[tuple[int, int]]
-    left_out: int = 0
+    left_out: int = 0  # number of answers that are not among these, as the template rewrites them once messages follow
 
 
 class _EncodedChat(NamedTuple):
@@ -102,19 +96,14 @@ class _EncodedChat(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Attributes:
-        name: the file that holds it, for messages.
-        special: special tokens by their roles, such as `bos_token`.
-        with_tools: template of conversations that name tools; None if this one renders them too.
-    """
+    """The chat template of a tokenizer."""
 
     source: str
-    name: str
+    name: str  # the file that holds it, for messages
     code: SandboxedTemplate
     tokenizer: Tokenizer
-    special: Mapping[str, str]
+    special: Mapping[str, str]  # special tokens by their roles, such as `bos_token`
+    # Template of conversations that name tools; None if this one renders them too.
     with_tools: ChatTemplate | None = None
 
     @classmethod
@@ -340,8 +329,7 @@ def encode_chats(
         yield _EncodedChat(np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1), text.left_out)
 
 
-_Templates = dict[str, tuple[str, str]]
-"""Name of a template → the file that holds it, and its code."""
+_Templates = dict[str, tuple[str, str]]  # name of a template → the file that holds it, and its code
 
 
 def _read_templates(files: TokenizerFiles) -> _Templates:

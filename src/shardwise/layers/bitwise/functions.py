@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_VECTOR = 64
-"""Elements that torch's CPU kernels compute at once, at most."""
-_SERIAL = 2**14
-"""Elements that torch's CPU kernels do not divide over threads."""
+_VECTOR = 64  # elements that torch's CPU kernels compute at once, at most
+_SERIAL = 2**14  # elements that torch's CPU kernels do not divide over threads
 
 
 def _in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -31,22 +31,16 @@ from shardwise.layers.bitwise.part_products import (
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, rounded
 from shardwise.layers.matmul import wrong_width
 
-_ALONE = Group()
-"""Over which nothing is gathered. A compiler cannot capture the making of a group."""
+_ALONE = Group()  # over which nothing is gathered. A compiler cannot capture the making of a group
 
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of a column-parallel weight, one linear map, which bit-equal products cut into parts along the outputs.
-
-    Attributes:
-        repeats: parts of this rank that use the same rows, such as those of one key head.
-        copies: ranks that hold the same rows.
-    """
+    """Rows of a column-parallel weight, one linear map, which bit-equal products cut into parts along the outputs."""
 
     rows: int
-    repeats: int = 1
-    copies: Group = field(default_factory=Group)
+    repeats: int = 1  # parts of this rank that use the same rows, such as those of one key head
+    copies: Group = field(default_factory=Group)  # ranks that hold the same rows
 
     def by_part(self, rows: Tensor, count: int) -> Tensor:
         """Return the rows `[rows, …]` of each of `count` parts, `[P, w, …]`."""

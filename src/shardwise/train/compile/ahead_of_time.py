@@ -25,26 +25,19 @@ from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.run_graphs import FOLDER_VARIABLE, compiled_files, compiler_folder
 
-_SHOWN = 20
-"""Last lines of a failure's output that the user reads."""
+_SHOWN = 20  # last lines of a failure's output that the user reads
 
 
 @dataclass(frozen=True)
 class CompilationPlan:
-    """The graphs of a training, and the settings of their compilation.
-
-    Attributes:
-        threads: threads that each rank of the training computes with; the code of a graph depends on them.
-        facts: facts of each graph, as the training's ranks will find it.
-        only_capture: trace the graphs and compile none.
-    """
+    """The graphs of a training, and the settings of their compilation."""
 
     config: Config
     layout: Layout
     device: str
-    threads: int
-    facts: Sequence[Facts]
-    only_capture: bool
+    threads: int  # threads that each rank of the training computes with; the code of a graph depends on them
+    facts: Sequence[Facts]  # facts of each graph, as the training's ranks will find it
+    only_capture: bool  # trace the graphs and compile none
 
     @staticmethod
     def make(config: Config, layout: Layout, device: str, threads: int, *, only_capture: bool) -> CompilationPlan:
@@ -63,17 +56,12 @@ class CompilationPlan:
 
 @dataclass(frozen=True)
 class GraphOutcome:
-    """The result of compiling one graph.
-
-    Attributes:
-        entry: graph in the cache; None where it was only captured, or failed.
-        problem: reason of the failure; None without one.
-    """
+    """The result of compiling one graph."""
 
     facts: Facts
     seconds: float
-    entry: CachedGraph | None = None
-    problem: str | None = None
+    entry: CachedGraph | None = None  # graph in the cache; None where it was only captured, or failed
+    problem: str | None = None  # reason of the failure; None without one
 
 
 def compile_graphs(

@@ -50,17 +50,11 @@ def compiled_unit_of_block(model: FamilyConfig, layer: int) -> str:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph that this process has captured.
+    """One graph that this process has captured."""
 
-    Attributes:
-        unit: name of the unit that it computes.
-        training: the graph has a backward pass.
-        is_hit: the code was in the cache.
-    """
-
-    unit: str
-    training: bool
-    is_hit: bool
+    unit: str  # name of the unit that it computes
+    training: bool  # the graph has a backward pass
+    is_hit: bool  # the code was in the cache
     seconds: float
 
 

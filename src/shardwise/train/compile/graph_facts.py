@@ -37,8 +37,7 @@ _SOURCES = (
     "train/compile/compiled_units.py",
 )
 """Files that a graph is captured from, or that give the numbers in it: what is kept of it is not captured again."""
-_OUTSIDE_OF_GRAPHS = {"num_hidden_layers", "initializer_range", "ignore"}
-"""Fields of a model that no graph depends on."""
+_OUTSIDE_OF_GRAPHS = {"num_hidden_layers", "initializer_range", "ignore"}  # fields of a model that no graph depends on
 _KEYS = (
     "parallel.vocab_multiple",
     "train.micro_batch",
