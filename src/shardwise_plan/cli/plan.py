@@ -20,7 +20,7 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.train import load_recipe

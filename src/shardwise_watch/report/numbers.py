@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.base import redaction, units
 from shardwise.base.errors import listing
 from shardwise.base.parsing import by_dotted_key
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, spans_text
