@@ -26,11 +26,11 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"  # the option of torchtitan before 0.3 that names the TOML with the settings
 _OPTIONS = ("--run-dir", "--nproc")  # options of `shardwise train` that settings of other programs give
 _UNKNOWN = {
-    "model._component_": "torchtune",
+    r".*\._component_": "torchtune",
     "_target_": "Megatron Bridge, or of another program of Hydra",
     "pipe_parallel_size": "GPT-NeoX",
 }
-"""Settings of programs that are not read, whose configs have names of others too."""
+"""Regular expressions of settings of programs that are not read, whose configs have names of others too."""
 
 
 class _Translation(NamedTuple):
@@ -200,11 +200,9 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
     programs = listing((program.title for program in PROGRAMS.values()), "or")
     for name, other in _UNKNOWN.items():
-        if any(name in settings for settings in candidates):
-            name = name.rpartition(".")[2]
-            raise ConfigError(
-                f"--from ({file}) must have arguments or a config of {programs}, and {name} is a name of {other}"
-            )
+        if any(re.fullmatch(name, setting) for settings in candidates for setting in settings):
+            named = f"{name.removeprefix(r'.*\.')} is a name of {other}"
+            raise ConfigError(f"--from ({file}) must have arguments or a config of {programs}, and {named}")
     if best == 0:
         raise ConfigError(
             f"--from ({file}) must have arguments or a config of {programs}, and none of their names is in it"
