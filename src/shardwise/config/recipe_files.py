@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.config.run_config import Config
 
 _RECIPES = Path(__file__).parent / "recipes"

@@ -8,7 +8,7 @@ from itertools import accumulate
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
 from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
-from shardwise.models.flops import block_work, head_work
+from shardwise.models.flops import block_multiply_adds, head_work
 from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
 
@@ -67,7 +67,7 @@ def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
 @lru_cache(maxsize=64)
 def _head_in_blocks(model: FamilyConfig, length: int, predictions: int | None) -> float:
     """Return the work of all that follows the last block, in units of a block."""
-    return head_work(model, length, predictions) / block_work(model, length)
+    return head_work(model, length, predictions) / block_multiply_adds(model, length)
 
 
 @lru_cache(maxsize=2**10)

@@ -19,10 +19,10 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import see
+from shardwise.base.errors import DamageError, StoreError, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.units import size as size_text
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library accepts."""
