@@ -328,8 +328,8 @@ def name_problem(name: object, *, nested: bool = False) -> str | None:
     return f"{name!r} lies in another folder" if len(segments) > 1 and not nested else None
 
 
-def is_tensor_name(name: str) -> bool:
-    """True if files can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
+def is_printable_name(name: str) -> bool:
+    """True if files can hold this name of a tensor, and a terminal shows it: it obeys some characters."""
     return name.isprintable() and name != SAFETENSORS_METADATA
 
 

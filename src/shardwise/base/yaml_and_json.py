@@ -192,7 +192,7 @@ def whole_number(text: str) -> int | None:
 
 
 def parse_value(text: str, origin: str) -> Any:
-    """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
+    """The YAML value in a command line's `key=value`: any in brackets, braces or quotes, else one plain scalar."""
     text = text.strip()
     return parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else yaml_scalar(text)
 

@@ -166,7 +166,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LayoutStage:
     """A pipeline stage of a configured layout: consecutive blocks; the first has the embedding too, the last the head.
 
     Attributes:

@@ -93,7 +93,7 @@ def recipe_name(recipe: str) -> str:
 
 
 def own_data(recipe: str) -> str:
-    """The keys that name a user's own data, as a comment of the recipe has them."""
+    """The keys of a recipe that name a user's own data, as its comment has them."""
     comment = re.search(_OWN_DATA, recipe_text(recipe))
     return comment[1].strip() if comment else "data.path=YOUR_TEXT.jsonl"
 

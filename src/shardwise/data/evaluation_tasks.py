@@ -118,7 +118,7 @@ def longest_task_input(model: ModelConfig, train: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class ContinuationSettings:
-    """The `generation_kwargs` in the data of a task; `draws`: tokens are drawn, else the likeliest is taken."""
+    """The `generation_kwargs` in the data of an evaluation task; `draws`: tokens are drawn, not the likeliest."""
 
     max_tokens: int
     until: Sequence[str]

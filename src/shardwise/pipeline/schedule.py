@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from shardwise.base.errors import ConfigError, LostPeerError, see
 from shardwise.config import ParallelConfig
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
@@ -157,7 +157,7 @@ class Pipeline:
 class _Submodule(nn.Module):
     """The module that torch calls for a stage: it runs the step's `compute` on the stage's model."""
 
-    def __init__(self, stage: Stage, model: nn.Module) -> None:
+    def __init__(self, stage: LayoutStage, model: nn.Module) -> None:
         super().__init__()
         self.stage = stage
         self.model = model

@@ -17,7 +17,7 @@ from shardwise.base import hardware, units
 from shardwise.base.errors import listing
 from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.config import Config, Layout, ModelConfig, Precision, size_stages_of, tokens_of_run
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import (
@@ -508,7 +508,7 @@ def _numbers(precision: Precision) -> str:
     return rounding + moments
 
 
-def _named(stages: list[Stage]) -> str:
+def _named(stages: list[LayoutStage]) -> str:
     """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
     embedding = ", embedding" if any(stage.is_first for stage in stages) else ""
     head = ", head" if any(stage.is_last for stage in stages) else ""
