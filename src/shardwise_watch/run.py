@@ -423,7 +423,11 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
 def unsubmitted_job(folder: Path) -> str | None:
     """Return how to submit the job whose files alone were written into a folder; None if it holds no such files."""
     script = folder / "job.sh"
-    if not script.is_file() or (folder / "jobs.jsonl").exists() or RunDirectory(folder).holds_run:
+    try:
+        is_written = script.is_file() and (folder / "recipe.yaml").is_file()
+        if not is_written or (folder / "jobs.jsonl").exists() or RunDirectory(folder).holds_run:
+            return None
+    except (ConfigError, OSError):  # another user's folder
         return None
     return f"{folder} holds a job that was not submitted: submit it by `sbatch {shlex.quote(str(script))}`"
 

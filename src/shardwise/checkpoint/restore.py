@@ -264,15 +264,17 @@ def _numbers_by_bucket(
         first, *further = names[bucket]
         for state, values in stored.items():
             by_tensor = values if isinstance(values, Mapping) else dict.fromkeys(names[bucket], values)
-            # A tensor without a number has done all steps.
-            number = by_tensor.get(first, steps)
-            bucket_numbers[state] = number
+            # A tensor without a number has done all steps, and its group lacks the option.
+            absent = None if state.startswith(OPTION) else steps
+            number = by_tensor.get(first, absent)
+            if number is not None:
+                bucket_numbers[state] = number
             # The wrapped optimizer sees one flat tensor for each bucket, so it keeps one number for all of them.
-            differing = next((name for name in further if by_tensor.get(name, steps) != number), None)
+            differing = next((name for name in further if by_tensor.get(name, absent) != number), None)
             if differing is not None:
                 problems.append(
                     f"{first} and {differing} must be in parameter groups of their own, as they were when they were "
-                    f"saved: their {state} differs ({number} and {by_tensor.get(differing, steps)})"
+                    f"saved: their {state} differs ({number} and {by_tensor.get(differing, absent)})"
                 )
         numbers.append(bucket_numbers)
     return numbers, problems[:_SHOWN]

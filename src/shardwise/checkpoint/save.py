@@ -37,7 +37,15 @@ from shardwise.checkpoint.weight_writers import DTYPE_NAMES, TORCH_DTYPES, Weigh
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
+from shardwise.optim.state import (
+    OPTION,
+    Number,
+    StateSlice,
+    names_by_bucket,
+    state_numbers,
+    state_slices,
+    state_tensors,
+)
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 _ABORTED = "the copy of the state failed"
@@ -448,9 +456,10 @@ def _joined(numbers_by_rank: Sequence[_StateNumbers]) -> dict[str, Number | dict
         for state, values in numbers.items():
             by_tensor.setdefault(state, {}).update(values)
     joined: dict[str, Number | dict[str, Number]] = {}
+    tensors = {name for values in by_tensor.values() for name in values}
     for state, values in by_tensor.items():
-        # Most optimizers keep only the number of steps, which is one for all tensors.
-        is_common = len(set(values.values())) == 1
+        # Most optimizers keep only the number of steps, which is one for all tensors. Some groups lack an option.
+        is_common = len(set(values.values())) == 1 and (len(values) == len(tensors) or not state.startswith(OPTION))
         joined[state] = next(iter(values.values())) if is_common else values
     return joined
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -18,8 +17,9 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import degree_keys_text
-from shardwise.base.redaction import has_query, recorded_variables, redacted
-from shardwise.base.units import Price
+from shardwise.base.notice_targets import notice_target_problem
+from shardwise.base.prices import Price
+from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.token_counts import step_field
@@ -546,33 +546,3 @@ def _steps_of(trace: str) -> range | None:
     match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", trace)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None
-
-
-# ---- targets of `log.notify`: a command, an https address, or `env:NAME` for an address in an environment variable
-
-TARGET_VARIABLE, TARGET_ADDRESS = "env:", r"[\w+.-]+://"
-_TARGET_HOST = r"(https://([\w.-]*\w\.?|\[[\da-f:.]+\])|http://(localhost|127\.0\.0\.1|\[::1\]))"
-_ALLOWED_ADDRESS = rf"""(?i){_TARGET_HOST}(?::(?P<port>\d{{0,9}}))?([/?#][^\s'"<>,\[\]]*)?"""
-# A mistyped address is no command. There are commands whose name is http, http.py or https-notify.
-_ADDRESS_LIKE = rf"""{TARGET_ADDRESS}|(?i:["'\s]*https?[^\w\s.-])"""
-_TARGET_RULE = (
-    "must be a command, an https address https://HOST[:PORT]/… without a log-in (http is for localhost alone), or "
-    "env:NAME, a variable that holds such an address and whose value no run records"
-)
-
-
-def notice_target_problem(target: str) -> str | None:
-    """Check a value of the key `log.notify`: return why it cannot be used, without its secrets; None if it can."""
-    if target.startswith(TARGET_VARIABLE):
-        name = target.removeprefix(TARGET_VARIABLE)
-        is_right = re.fullmatch(r"[A-Za-z_]\w*", name) is not None and not recorded_variables({name: ""})
-    elif found := re.match(_ADDRESS_LIKE, target):
-        allowed = re.fullmatch(_ALLOWED_ADDRESS, target)
-        is_right = allowed is not None and int(allowed["port"] or 443) in range(1, 65536)
-        target = f"{found[0]}…"
-    else:
-        try:
-            is_right = bool(shlex.split(target))
-        except ValueError:
-            is_right = False
-    return None if is_right else f"log.notify ({target}) {_TARGET_RULE}"

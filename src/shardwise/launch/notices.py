@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 from shardwise.base.errors import RunError, ShardwiseError, StoppedError
 from shardwise.base.files import user_path
+from shardwise.base.notice_targets import ADDRESS, VARIABLE, notice_target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
 from shardwise.base.terminal import fit_to_terminal
-from shardwise.config.sections import TARGET_ADDRESS, TARGET_VARIABLE, notice_target_problem
 from shardwise.launch.environment import NODE
 from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.folder import json_text, now
@@ -93,6 +93,7 @@ def wait() -> None:
         (thread := _threads.pop()).join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
             _note(thread.name, TimeoutError())
+    sys.stdout.flush()  # a warning is the last line of a log
     for problem in problems():
         sys.stderr.write(f"{fit_to_terminal(f'warning: {redacted(problem)}', sys.stderr)}\n")
 
@@ -116,18 +117,18 @@ def _tell(target: str, body: bytes | None) -> None:
     try:
         resolved = _resolved(target)
         if body is not None:
-            (_post if re.match(TARGET_ADDRESS, resolved) else _call)(resolved, body)
+            (_post if re.match(ADDRESS, resolved) else _call)(resolved, body)
     except Exception as error:  # noqa: BLE001  no notice ends a run
         _note(target, error)
 
 
 def _resolved(target: str) -> str:
     """Return the command or the address of a target. Raises RunError: it cannot be used."""
-    text = os.environ.get(target.removeprefix(TARGET_VARIABLE), "") if target.startswith(TARGET_VARIABLE) else target
+    text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
     problem = notice_target_problem(text)
-    if target.startswith(TARGET_VARIABLE) and (problem is not None or not re.match(TARGET_ADDRESS, text)):
+    if target.startswith(VARIABLE) and (problem is not None or not re.match(ADDRESS, text)):
         problem = "the variable must be set to an https address without a log-in"
-    elif problem is None and not re.match(TARGET_ADDRESS, text) and shutil.which(program := _words(text)[0]) is None:
+    elif problem is None and not re.match(ADDRESS, text) and shutil.which(program := _words(text)[0]) is None:
         problem = f"no program {program}" + " on the PATH" * ("/" not in program)
     if REDACTED in text:
         problem = "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME"

@@ -40,6 +40,7 @@ class Update:
         self._in_forward_order = dict(sorted(numbers, key=lambda entry: entry[0].order))
         self._due = self._in_forward_order.copy()
         self.changed_options: set[str] = set()
+        self._numbers: list[dict[str, Any]] = [{} for _ in inner.param_groups]  # those that this step has changed
 
     def refuse_ahead(self, what: str) -> None:
         """Make all buckets due again; RuntimeError on `what` if this step has updated some of them `ahead`."""
@@ -58,22 +59,33 @@ class Update:
             factor: multiplies the gradients: 1 / ranks for their mean, the clipping factor, or both.
             number: number of this step, from 1.
         """
-        for outer, inner in zip(groups, self._inner.param_groups, strict=True):
-            inner.update(options_of(outer))
-        yield from self._update(factor, number)
-        for outer, inner in zip(groups, self._inner.param_groups, strict=True):
-            options = options_of(inner)
-            self.changed_options |= {
-                name for name, value in options.items() if isinstance(value, int | float) and outer.get(name) != value
-            }
-            outer.update(options)
+        yield from self._updated(groups, factor, number)
+        for outer, inner, numbers in zip(groups, self._inner.param_groups, self._numbers, strict=True):
+            outer.update(options_of(inner) | numbers)
+            self.changed_options |= numbers.keys()
+            numbers.clear()
         self._due = self._in_forward_order.copy()
 
     def ahead(self, groups: Sequence[dict[str, Any]], factor: float, number: int, bucket: Bucket) -> Iterator[Bucket]:
         """Do the `step` of one bucket, which needs no other one, and yield it; the step itself leaves it out then."""
         others, self._due = self._due, {bucket: self._due.pop(bucket)}
-        yield from self.step(groups, factor, number)
+        yield from self._updated(groups, factor, number)
         self._due = others
+
+    def _updated(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        """Update the due buckets by the options of `groups`, which get the numbers that the class changes in `step`.
+
+        So each bucket of a group begins with the same count of steps, also if it is updated `ahead`.
+        """
+        for outer, inner in zip(groups, self._inner.param_groups, strict=True):
+            _set_options(inner, options_of(outer))
+        yield from self._update(factor, number)
+        for outer, inner, numbers in zip(groups, self._inner.param_groups, self._numbers, strict=True):
+            numbers |= {
+                name: value
+                for name, value in inner.items()
+                if isinstance(value, int | float) and outer.get(name) != value
+            }
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         if isinstance(self._inner, SliceOptimizer):
@@ -104,7 +116,7 @@ class Update:
         for bucket, number in self._due.items():
             if number not in without:
                 group = self._inner.param_groups[number]
-                group.update(copy.deepcopy(options[number]))
+                _set_options(group, copy.deepcopy(options[number]))
                 yield group, bucket
 
     def _step_alone(self, group: dict[str, Any], master: nn.Parameter, divisor: Tensor | None = None) -> None:
@@ -131,6 +143,13 @@ def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
     if isinstance(factor, Tensor):
         return factor.reciprocal().to(device, torch.float32)
     return None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    """Give a parameter group exactly these options: a count that the class has begun in it goes."""
+    for name in group.keys() - options.keys() - {"params"}:
+        del group[name]
+    group.update(options)
 
 
 class HostUpdate(Update):

@@ -132,8 +132,9 @@ def _train_first_half(trainer: Trainer, target: Path) -> tuple[ReferenceTraining
 
     Return what a reference has, of this rank's stages, on the host, with the state of the middle; and the checkpoint.
     """
-    device_weights = canonical_weights(trainer.model, optimizer=trainer.optimizer)
-    weights = {name: tensor.cpu() for name, tensor in device_weights.items()}
+    weights = {
+        name: tensor.cpu() for name, tensor in canonical_weights(trainer.model, optimizer=trainer.optimizer).items()
+    }
     record, device_gradients = step_with_gradients(trainer)
     gradients = {name: tensor.cpu() for name, tensor in device_gradients.items()}
     records = [record, *(trainer.step() for _ in range(trainer.config.train.steps // 2 - 1))]

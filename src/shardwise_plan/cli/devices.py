@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise_plan.cli import wording
 from shardwise_plan.cli.nodes import SearchedNodes, growing_batch_text

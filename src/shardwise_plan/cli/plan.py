@@ -20,7 +20,7 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_new
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP

@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
     folder = Path(arguments.folder)
-    problems += filter(None, map(unsubmitted_job, [folder, *sorted(folder.glob("*/"))]))
+    inside = sorted(path for path in folder.glob("*/") if not path.is_symlink())
+    problems += filter(None, map(unsubmitted_job, [folder, *inside]))
     try:
         waiting = {path.parent.resolve() for path in folder.glob("*/jobs.jsonl")}
         waiting = {path for path in waiting if not RunDirectory(path).holds_run}

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, require_replaceable, write_atomic
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
 from shardwise_watch.curve_points import require_distinct_runs

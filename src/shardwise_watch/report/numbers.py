@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.base import redaction, units
 from shardwise.base.errors import listing
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.base.yaml_and_json import by_dotted_key
 from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of

@@ -14,7 +14,7 @@ from shardwise import LAMB, Muon, ZeroRedundancyOptimizer, load_checkpoint, save
 from shardwise.base.tensor_box import Box
 from shardwise.distributed.placement import Init, Piece
 from shardwise.optim.state_digest import StateHash, box_sum, digest_place
-from tests.unit.optim.net import assert_equal, decaying_groups, make, sharded, train
+from tests.unit.optim.net import Pair, assert_equal, decaying_groups, make, sharded, train
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -186,6 +186,44 @@ def test_numbers_that_a_class_keeps_in_its_groups_are_restored(tmp_path: Path) -
     train(model, optimizer, 3, 3)
     train(restored, other, 3, 3)
     assert_equal(restored, model)
+
+
+class Estimates(CountsInGroup):
+    """A class that begins to keep a number in groups whose weights decay."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            if group.get("weight_decay"):
+                group["d"] = 0.5
+
+
+def test_a_number_of_one_group_stays_there(tmp_path: Path) -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(decaying_groups(model), Estimates, grad_clipping=False)
+    train(model, optimizer, 2)
+    save_checkpoint(tmp_path, model, optimizer, step=2)
+    restored = make(seed=1)
+    other = ZeroRedundancyOptimizer(decaying_groups(restored), Estimates, grad_clipping=False)
+    load_checkpoint(tmp_path, restored, other)
+    assert [group.get("d") for group in other.param_groups] == [0.5, None]
+    assert [group["step"] for group in other.param_groups] == [2, 2]
+
+
+def test_each_bucket_of_a_group_begins_with_the_count_of_the_step_before() -> None:
+    """Also in the first step, and with updates ahead: the results are those of the class alone."""
+    pairs = [Pair(CountsInGroup, {"bucket_mib": 1e-5, "grad_clipping": False}) for _ in range(2)]
+    for step in range(3):
+        for is_ahead, pair in enumerate(pairs):
+            if is_ahead:
+                pair.optimizer.update_in_backward()
+            with pair.optimizer.accumulate(last=True):
+                pair.backward(step)
+            pair.step()
+    for pair in pairs:
+        assert len(pair.optimizer.buckets) > 1
+        assert pair.optimizer.param_groups[0]["step"] == pair.reference.param_groups[0]["step"] == 3
+        pair.assert_close()
 
 
 def test_fault_22_what_is_no_state_of_the_optimizer_is_refused() -> None:

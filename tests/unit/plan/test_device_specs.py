@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise_plan import device_specs
 from shardwise_plan.cli.wording import _PUBLISHED_ERROR
 from shardwise_plan.device_specs import Device, Reliability, load_device, parse_cluster

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from shardwise.base import units
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.config import check_layout, load_config, size_stages_of
 from shardwise.config.recipe_files import carried_comments
 from shardwise.estimates.memory import expected_memory

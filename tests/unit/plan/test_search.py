@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.units import Price
+from shardwise.base.prices import Price
 from shardwise.config import Config, check_layout, largest_size_stage, load_config, size_stages_of
 from shardwise.estimates.memory import RESERVED, expected_memory, neediest_stage
 from shardwise.estimates.memory_choice import first_fitting_candidate

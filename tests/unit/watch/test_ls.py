@@ -113,12 +113,15 @@ def test_the_object_of_each_folder(cli: CommandLine) -> None:
 
 
 def test_a_job_that_was_not_submitted_is_told(cli: CommandLine) -> None:
-    """`submit --write-only` has made its folder; one with a job in the queue, or with a run, is no such folder."""
+    """Folders with a job in the queue, with a run or with a script of the user's own are none of it."""
     write_three()
-    for name in ("done", "waits", "written"):
+    for name in ("done", "waits", "written", "own"):
         Path("runs", name).mkdir(exist_ok=True)
         Path("runs", name, "job.sh").touch()
+        Path("runs", name, "recipe.yaml").touch()
+    Path("runs/own/recipe.yaml").unlink()
     Path("runs/waits/jobs.jsonl").touch()
+    Path("runs/link").symlink_to("written")
     sentence = "runs/written holds a job that was not submitted: submit it by `sbatch runs/written/job.sh`"
     for folder in ("runs", "runs/written"):
         assert [text for text in cli.facts("ls", folder)["problems"] if "job.sh" in text] == [sentence]

@@ -234,7 +234,8 @@ def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     newer = write_run(tmp_path / "newer")
     (tmp_path / "written").mkdir()
-    (tmp_path / "written/job.sh").touch()
+    for name in ("job.sh", "recipe.yaml"):
+        (tmp_path / "written" / name).touch()
     (newer / "run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
     for path, message in (
         (None, "^no run found: runs/latest is not there"),

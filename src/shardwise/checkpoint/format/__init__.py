@@ -7,7 +7,6 @@ stored_tensors          any box of a stored tensor, and comparison with a model'
 verify                  every byte of a checkpoint
 diff                    differences of two checkpoints
 export_checkpoint       a checkpoint as a Hugging Face folder
-weight_files            the weights of a Hugging Face folder or hub id, by the names of their files
-foreign_folders         folders of other programs, each with the command that makes a model's folder of it
+weight_files            the weights of a Hugging Face folder or hub id, and hints for folders of other programs
 model_files             config.json, tokenizer, generation settings and ids of special tokens
 """

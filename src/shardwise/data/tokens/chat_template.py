@@ -301,7 +301,7 @@ class ChatTemplate:
             return len(before)
         context = self.render(chat.messages[:number], chat.variables, add_generation_prompt=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-        return shared if after.startswith(context) else None
+        return shared if after.startswith(context) and shared >= len(context) else None
 
     def _end_of_answer(self, text: str, begin: int, end: int) -> int:
         """The end of an answer without the white space that a template puts after the token that ends it."""

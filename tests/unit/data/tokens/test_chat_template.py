@@ -124,6 +124,10 @@ def test_an_answer_begins_where_it_parts_from_the_generation_prompt(tmp_path: Pa
     assert answers(template, CHAT) == [f"</think>{first}<|im_end|>", f"</think>{second}<|im_end|>"]
     off = template.rendered_chat(Conversation(CHAT, {"thinking": False}))
     assert [off.text[begin:end] for begin, end in off.answers] == [f"{first}<|im_end|>", f"{second}<|im_end|>"]
+    # A prompt that changes what stands before the answer must not make a question part of it.
+    template = template_of(tmp_path, "{{ 'think.' if add_generation_prompt else 'off.' }}" + turns)
+    with pytest.raises(DataError, match="must render the beginning of a conversation as the beginning of its text"):
+        template.rendered_chat(Conversation(CHAT))
 
 
 def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
