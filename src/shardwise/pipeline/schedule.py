@@ -298,9 +298,8 @@ class _Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _allocate_buffers(self.args_recv_info[fwd_chunk_id], self._message, self.device)
-        receives = name_stage_messages(
-            super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id
-        )
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        receives = name_stage_messages(ops, "receive", self.stage_index, fwd_chunk_id)
         return self._awaiting(receives, self._name("x", fwd_chunk_id, -1))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
