@@ -19,8 +19,8 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
-from shardwise.base.parsing import parse_yaml
 from shardwise.base.prices import Price
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.config import DtypeName, Matmul
 from shardwise.estimates.device_peaks import DEVICE_FILES
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, OptimizerConfig, Precision
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.estimates.sharding import owned_elements
 from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, count_blocks, elements_by_ranks
 from shardwise.optim.bucket_layout import bucket_bytes
@@ -92,7 +92,7 @@ class StepTime:
 class _StageWork(NamedTuple):
     """The work of a stage on one micro-batch."""
 
-    stage: Stage
+    stage: LayoutStage
     block: pass_seconds.PassSeconds  # seconds of each of its blocks, on average
     ends: tuple[pass_seconds.PassSeconds, ...]  # seconds of the embedding and of the head, if the stage has them
     times: StageTimes  # seconds of its passes

@@ -109,7 +109,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def can_only_be_path(name: str) -> bool:
-    """True if `name` can only be a path, by the way in which it is written or as its first folder is there."""
+    """True if `name` is no hub id but a path, by the way in which it is written or as its first folder is there."""
     # Before the first run there is no folder of runs.
     is_written = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
     return is_written or Path(name.partition("/")[0]).is_dir()

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import DamageError, StoreError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import Manifest, Numbers, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.storage.chunks import READ_BYTES, consecutive_numbers, require_size
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.weight_writers import TORCH_DTYPES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh

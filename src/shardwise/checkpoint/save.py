@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from shardwise.base.errors import ShardwiseError, listing, see
+from shardwise.base.errors import ShardwiseError, StoreError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format import writing
@@ -32,7 +32,7 @@ from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
 from shardwise.checkpoint.storage import checkpoint_folders
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices

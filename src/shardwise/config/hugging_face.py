@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import json_value, yaml_scalar
+from shardwise.base.yaml_and_json import json_value, yaml_scalar
 from shardwise.config.decoders import every_nth_full, every_nth_without_rope
 from shardwise.config.families import FamilyConfig
 from shardwise.config.hugging_face_names import other_config_fields

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config import key_rules
-from shardwise.config.base_section import RuleTable, broken_rules
+from shardwise.config.base_section import RuleTable, broken_rules, divisors, nearest_numbers
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.optimizer import OptimizerConfig

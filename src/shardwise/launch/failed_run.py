@@ -21,7 +21,7 @@ from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
 from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure
 from shardwise.launch.stop_requests import is_installed, signal_name
-from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_checkpoint_text, seconds_of
+from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_recorded_checkpoint, seconds_of
 from shardwise.runs.failure_record import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory, now, open_log, read_config
 
@@ -47,7 +47,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         if run_path is not None:
-            text = f"the run was {stopped}; {newest_checkpoint_text(run_path)}"
+            text = f"the run was {stopped}; {newest_recorded_checkpoint(run_path)}"
             # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
             code = RunError.exit_code if is_installed() else StoppedError.exit_code
             return Failure(rank, text, code)

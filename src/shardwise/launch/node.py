@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import RunError, ShardwiseError, counted_text, see
-from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
+from shardwise.base.yaml_and_json import json_value
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
 from shardwise.launch.first_failure import Failure

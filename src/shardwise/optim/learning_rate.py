@@ -87,7 +87,7 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
     return end.rate + (start.rate - end.rate) * shape
 
 
-def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
+def learning_rate_change_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
     """Compare the learning rates of a schedule that ends at another step than before a resume: a note, or None.
 
     Args:

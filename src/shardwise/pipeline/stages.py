@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -26,14 +26,14 @@ class Stages(nn.ModuleList):
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.plan: list[Stage] = []
+        self.plan: list[LayoutStage] = []
 
-    def add(self, stage: Stage, model: nn.Module) -> None:
+    def add(self, stage: LayoutStage, model: nn.Module) -> None:
         """Append the next stage."""
         self.plan.append(stage)
         self.append(model)
 
-    def pairs(self) -> Iterator[tuple[Stage, nn.Module]]:
+    def pairs(self) -> Iterator[tuple[LayoutStage, nn.Module]]:
         """Each stage with its model."""
         return zip(self.plan, self, strict=True)
 

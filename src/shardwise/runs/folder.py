@@ -48,9 +48,9 @@ from typing import Any, TextIO
 
 from shardwise.base import files
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.base.parsing import count_of, read_mapping
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
+from shardwise.base.yaml_and_json import count_of, read_mapping
 from shardwise.runs.json_records import read_record, record_of_json
 
 RUNS = Path("runs")

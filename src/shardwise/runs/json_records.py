@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import count_of, json_value
+from shardwise.base.yaml_and_json import count_of, json_value
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

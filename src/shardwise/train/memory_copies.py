@@ -31,7 +31,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise import __version__
-from shardwise.base import files, parsing, units
+from shardwise.base import files, units, yaml_and_json
 from shardwise.base.files import reason_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
@@ -428,7 +428,7 @@ class _CopyFiles:
             if checked and xxhash.xxh3_128(data[:-_DIGEST_BYTES]).digest() != bytes(data[-_DIGEST_BYTES:]):
                 return None
             end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
-            header = parsing.json_value(bytes(data[_HEADER_BYTES:end]))
+            header = yaml_and_json.json_value(bytes(data[_HEADER_BYTES:end]))
             is_named_so = (header["rank"], header["step"]) == part
         except (OSError, ValueError, KeyError, TypeError):
             return None

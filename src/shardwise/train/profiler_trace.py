@@ -79,6 +79,6 @@ class Trace:
         self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))
         self._recording.enter_context(profiler)
         if self._pipelined:
-            from shardwise.pipeline.clock import message_name
+            from shardwise.pipeline.clock import stage_message_name
 
-            self._recording.enter_context(named_messages(message_name))
+            self._recording.enter_context(named_messages(stage_message_name))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import by_dotted_key
+from shardwise.base.yaml_and_json import by_dotted_key
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Group, Mesh, join

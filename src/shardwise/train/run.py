@@ -26,7 +26,7 @@ from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
-from shardwise.optim.learning_rate import moved_end_text
+from shardwise.optim.learning_rate import learning_rate_change_text
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_run_trainer
 from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.device_checks import config_for_device_memory, out_of_memory_text, require_device
@@ -362,7 +362,7 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
         )
     reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, resumed.seconds)
     if opened.folder.former_steps is not None:
-        moved_end = moved_end_text(
+        moved_end = learning_rate_change_text(
             opened.config.optimizer, opened.config.train.steps, opened.folder.former_steps, manifest.step
         )
         if moved_end is not None:

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import whole_number
+from shardwise.base.yaml_and_json import whole_number
 from shardwise.checkpoint.format.weight_files import conversion_hint
 from shardwise_use.importing import megatron_dist, megatron_model, pickled
 from shardwise_use.importing.imported_model import ImportedModel

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import json_value, parse_yaml, yaml_scalar
+from shardwise.base.yaml_and_json import json_value, parse_yaml, yaml_scalar
 from shardwise.config import Config, apply_overrides, config_from_sections
 from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__
-from shardwise.base.parsing import parse_yaml
 from shardwise.base.terminal import fit_to_terminal
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.cli import main
 from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE

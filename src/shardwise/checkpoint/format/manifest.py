@@ -26,12 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardwise.base.errors import DamageError, StoreError
 from shardwise.base.files import name_problem
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size as size_text
 from shardwise.checkpoint.format.safetensors import DTYPES, is_counts, tensor_fields
 from shardwise.checkpoint.storage.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 
 MANIFEST = "manifest.json"
 MODEL = "model"

@@ -19,10 +19,10 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import see
-from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
+from shardwise.base.errors import DamageError, StoreError, see
+from shardwise.base.files import SAFETENSORS_METADATA, is_printable_name
 from shardwise.base.units import size as size_text
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library accepts."""
@@ -175,7 +175,7 @@ def _tensor(name: str, entry: object, first: int) -> StoredTensor:
 
 def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:
     """The fields, dtype and shape of a tensor in a safetensors header; ValueError where it describes no tensor."""
-    if not is_tensor_name(name):
+    if not is_printable_name(name):
         raise ValueError(f"the name of a tensor ({name!r}) must be printable")
     if not isinstance(entry, dict):
         raise ValueError(f"{name} must be a JSON object")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shardwise.checkpoint.storage.root import Buffer, DamageError, Root, StoreError
+from shardwise.base.errors import DamageError, StoreError
+from shardwise.checkpoint.storage.root import Buffer, Root
 
 MIN_CHUNK_BYTES = 2**14
 MAX_CHUNK_BYTES = 2**24

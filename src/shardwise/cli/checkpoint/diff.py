@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from shardwise.base.errors import StoreError
     from shardwise.checkpoint.format.diff import diff_folders
-    from shardwise.checkpoint.storage.root import StoreError
 
     tolerance: float | None = arguments.tolerance
     if tolerance is not None and not 0 <= tolerance < math.inf:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
-from shardwise.base.parsing import json_value
 from shardwise.base.registered import optional_library
+from shardwise.base.yaml_and_json import json_value
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data.reading.content import read_errors
 from shardwise.data.reading.jsonl_parquet import (
