@@ -19,8 +19,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, RunError, nearest_name, see
+from shardwise.base.progress import progress
 from shardwise.base.redaction import redacted
-from shardwise.base.terminal import progress
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
