@@ -267,6 +267,7 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
 
 
 def _size(folder: Path) -> int:
+    """The bytes of the files in a folder, some of which another process may remove meanwhile."""
     total = 0
     for file in folder.glob("*"):
         with contextlib.suppress(OSError):

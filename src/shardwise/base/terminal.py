@@ -32,16 +32,17 @@ def wrap_words(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def fit_to_terminal(text: str, stream: TextIO) -> str:
-    """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, two columns deeper.
+    """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, four columns deeper.
 
-    A command to be pasted stays whole, and a comment of YAML goes on as one.
+    Rows below a row are two columns deeper. A command to be pasted stays whole, and a comment of YAML goes on as one.
     """
     width = _terminal_width(stream)
     if width is None:
         return text
     lines: list[str] = []
     for line in text.split("\n"):
-        margin = "# " * line.startswith("# ") + " " * (len(line) - len(line.lstrip()) + 2)
+        content = line.removeprefix("# ")
+        margin = "# " * (content != line) + " " * (len(content) - len(content.lstrip()) + 4)
         is_command = line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch "))
         lines += [line] if len(line) <= width or is_command else wrap_words(line, width, margin)
     return "\n".join(lines)

@@ -62,6 +62,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
 
 
 def _words(failure: Failure, place: Rank | None, run_path: Path | None, began: float) -> str:
+    """Record the failure of a rank that no launcher of this package started; returns the text for the user."""
     if run_path is None:
         return failure.told
     resume = resume_command(run_path)

@@ -229,6 +229,7 @@ def _phase(progress: Progress) -> str:
 
 
 def _with_one_batch(config: Config, mesh: Mesh) -> Config:
+    """`config` with rank 0's global batch, where the recipe has a rule for it. Collective."""
     # A run that is resumed keeps the number in its folder, which other machines may not see.
     if config.train.rule is None:
         return config

@@ -152,6 +152,7 @@ def _first(name: str, saved: object, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _require_contiguous(tensors: Mapping[str, StoredTensor], first: int, total: int) -> None:
+    """Raise ValueError where tensors, in the order of their bytes, leave a gap from `first` to `total`, or overlap."""
     # The safetensors library refuses gaps too: the bytes of a gap could hold anything, and no reader would see them.
     end = first
     for name, tensor in tensors.items():
