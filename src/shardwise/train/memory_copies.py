@@ -232,6 +232,7 @@ class MemoryCopies:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def _shapes(self) -> list[list[Any]]:
+        """Name, number of values and dtype of each bucket, then of each frozen parameter."""
         buckets = [["", len(bucket.master), str(bucket.master.dtype)] for bucket in self._optimizer.buckets]
         return buckets + [[piece.name, target.numel(), str(target.dtype)] for piece, target in self._frozen()]
 

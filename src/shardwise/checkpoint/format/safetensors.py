@@ -137,6 +137,7 @@ def read_header(file: Root) -> dict[str, StoredTensor]:
 
 
 def _parts(metadata: object) -> dict[str, object]:
+    """Name → where the tensor begins in a larger one, as torch's Hugging Face writer has it."""
     text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
     parts = json.loads(text) if isinstance(text, str) else {}
     if not isinstance(parts, dict):
