@@ -459,10 +459,9 @@ def _joined(numbers_by_rank: Sequence[_StateNumbers]) -> dict[str, Number | dict
         for state, values in numbers.items():
             by_tensor.setdefault(state, {}).update(values)
     joined: dict[str, Number | dict[str, Number]] = {}
-    tensors = {name for values in by_tensor.values() for name in values}
     for state, values in by_tensor.items():
-        # Most optimizers keep only the number of steps, which is one for all tensors. Some groups lack an option.
-        is_common = len(set(values.values())) == 1 and (len(values) == len(tensors) or not state.startswith(OPTION))
+        # Most optimizers keep only the number of steps, which is one for all tensors; not each group has an option.
+        is_common = len(set(values.values())) == 1 and not state.startswith(OPTION)
         joined[state] = next(iter(values.values())) if is_common else values
     return joined
 

@@ -40,11 +40,14 @@ class Update:
         self._in_forward_order = dict(sorted(numbers, key=lambda entry: entry[0].order))
         self._due = self._in_forward_order.copy()
         self.changed_options: set[str] = set()
+        self._made = list(map(options_of, inner.param_groups))  # a constructor may add some to its groups
         self._numbers: list[dict[str, Any]] = [{} for _ in inner.param_groups]  # those that this step has changed
 
     def refuse_ahead(self, what: str) -> None:
         """Make all buckets due again; RuntimeError on `what` if this step has updated some of them `ahead`."""
         due, self._due = self._due, self._in_forward_order.copy()
+        for numbers in self._numbers:
+            numbers.clear()
         if ahead := len(self._due) - len(due):
             done = f"{ahead} of {len(self._due)} buckets"
             raise RuntimeError(f"{what} must be left out with update_in_backward() ({done} done): load a checkpoint")
@@ -77,8 +80,8 @@ class Update:
 
         So each bucket of a group begins with the same count of steps, also if it is updated `ahead`.
         """
-        for outer, inner in zip(groups, self._inner.param_groups, strict=True):
-            _set_options(inner, options_of(outer))
+        for outer, inner, made in zip(groups, self._inner.param_groups, self._made, strict=True):
+            _set_options(inner, made | options_of(outer))
         yield from self._update(factor, number)
         for outer, inner, numbers in zip(groups, self._inner.param_groups, self._numbers, strict=True):
             numbers |= {

@@ -26,7 +26,7 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"  # the option of torchtitan before 0.3 that names the TOML with the settings
 _OPTIONS = ("--run-dir", "--nproc")  # options of `shardwise train` that settings of other programs give
 _UNKNOWN = {
-    "model._component_": "torchtune",
+    "_component_": "torchtune",
     "_target_": "Megatron Bridge, or of another program of Hydra",
     "pipe_parallel_size": "GPT-NeoX",
 }
@@ -199,12 +199,13 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     scores = [(_marks(settings, _program(settings)), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
     programs = listing((program.title for program in PROGRAMS.values()), "or")
-    for name, other in _UNKNOWN.items():
-        if any(name in settings for settings in candidates):
-            name = name.rpartition(".")[2]
-            raise ConfigError(
-                f"--from ({file}) must have arguments or a config of {programs}, and {name} is a name of {other}"
-            )
+    paths = {name for settings in candidates for name in settings}
+    # Parts of NeMo's configs have a _target_ too.
+    names = paths | {path.rpartition(".")[2] for path in paths} - {"_target_"}
+    if other := next((name for name in _UNKNOWN if name in names), None):
+        raise ConfigError(
+            f"--from ({file}) must have arguments or a config of {programs}, and {other} is a name of {_UNKNOWN[other]}"
+        )
     if best == 0:
         raise ConfigError(
             f"--from ({file}) must have arguments or a config of {programs}, and none of their names is in it"

@@ -230,7 +230,7 @@ def test_many_files_are_one_commit(tmp_path: Path, empty_hub: Site) -> None:
     files = {f"part-{number}.txt": b"%d" % number for number in range(260)}
     for name, content in files.items():
         (tmp_path / "out" / name).write_bytes(content)
-    program = "import pathlib, shardwise.base.hub as h; h.upload(pathlib.Path('out'), 'acme/mine', 'a model')"
+    program = "import pathlib, shardwise.base.hub_upload as h; h.upload(pathlib.Path('out'), 'acme/mine', 'a model')"
     variables = {**os.environ, **user_of(empty_hub.address, str(tmp_path / "hf")), "HF_TOKEN": TOKEN}
     variables["HF_HUB_DISABLE_XET"] = "0"  # as installed; small files need no server of it
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=variables, check=True)

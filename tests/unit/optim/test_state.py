@@ -210,9 +210,22 @@ def test_a_number_of_one_group_stays_there(tmp_path: Path) -> None:
     assert [group["step"] for group in other.param_groups] == [2, 2]
 
 
+class Scaled(CountsInGroup):
+    """A class whose constructor adds an option to its groups."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group["scale"] = 1.0
+
+    def step(self, closure: Any = None) -> None:
+        assert all(group["scale"] == 1.0 for group in self.param_groups)
+        super().step()
+
+
 def test_each_bucket_of_a_group_begins_with_the_count_of_the_step_before() -> None:
     """Also in the first step, and with updates ahead: the results are those of the class alone."""
-    pairs = [Pair(CountsInGroup, {"bucket_mib": 1e-5, "grad_clipping": False}) for _ in range(2)]
+    pairs = [Pair(Scaled, {"bucket_mib": 1e-5, "grad_clipping": False}) for _ in range(2)]
     for step in range(3):
         for is_ahead, pair in enumerate(pairs):
             if is_ahead:

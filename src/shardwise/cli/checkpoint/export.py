@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     address = None
     if arguments.push is not None:
-        from shardwise.base.hub import upload
+        from shardwise.base.hub_upload import upload
 
         address = upload(done.folder.local(), arguments.push, f"Step {export.step:,} of a training with shardwise")
         lines.append(f"uploaded to {address}")
@@ -134,7 +134,7 @@ def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
 
 def _require_upload(dest: str, repository: str) -> None:
     """Refuse `--push` before anything is written where it could not upload."""
-    from shardwise.base.hub import require_upload
+    from shardwise.base.hub_upload import require_upload
 
     if "://" in dest:
         raise ConfigError(f"DEST ({dest}) must be a folder of this machine with --push, which uploads from there")
