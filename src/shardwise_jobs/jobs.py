@@ -95,7 +95,13 @@ def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | Non
 
 
 def submitted_job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
-    """Divide the time of a submitted job, over all its starts: the share of steps in the result, and the losses."""
+    """Divide the time of a submitted job, over all its starts: the share of steps in the result, and the losses.
+
+    A step that is done again counts once. The time in the queue between two starts does not count.
+
+    Args:
+        loading: seconds in which checkpoints were loaded.
+    """
     total = sum(ending.seconds for ending in endings)
     if not total:
         return []

@@ -163,7 +163,7 @@ class Device:
     compared_error: float = 0.0
     fp8: float | None = None  # FLOP/s of matrix products in fp8, without sparsity; None if the device has none
     fp8_matmul_share: float | None = None  # part of the peak in fp8 that the largest products reach
-    mxfp8_matmul_share: float | None = None  # part of it where each 32 numbers have a scale
+    mxfp8_matmul_share: float | None = None  # likewise, where each 32 numbers have a scale
     # Part of the rate in fp8 that products of the backward pass reach, which add with all bits.
     fp8_backward_share: float = 1.0
 

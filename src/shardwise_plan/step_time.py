@@ -412,6 +412,7 @@ class _StepInputs:
         return linked_ranks(ranks, self.layout.tensor * divided, self.cluster.per_node)
 
     def _copies_group(self, divided: int = 1) -> LinkedRanks:
+        """Ranks that own the same part of the gradients."""
         shards = max(1, self._shard_ranks // divided)
         copies = self.layout.replicas // divided // shards
         return linked_ranks(copies, self.layout.tensor * divided * shards, self.cluster.per_node)
@@ -430,6 +431,7 @@ class _StepInputs:
         return StageTimes(times.forward * virtual, times.backward * virtual, times.weight * virtual)
 
     def _hidden(self, seconds: float) -> float:
+        """Return the seconds of collectives that a pass of so many seconds hides."""
         return self.constants.overlap * seconds if self.program.overlaps else 0.0
 
     def _gather_seconds(self) -> tuple[float, float]:

@@ -319,6 +319,7 @@ class RunView:
                 self._undo(event)
 
     def _undo(self, resume: dict[str, Any]) -> None:
+        """Forget the steps and evaluations that come after the checkpoint of a "resume" event."""
         kept = last_kept_step(resume)
         if kept is None:
             return

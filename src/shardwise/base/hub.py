@@ -19,7 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, nearest_name, see
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -266,6 +266,7 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
 
 
 def _size(folder: Path) -> int:
+    """The bytes of the files in a folder, some of which another process may remove meanwhile."""
     total = 0
     for file in folder.glob("*"):
         with contextlib.suppress(OSError):

@@ -45,6 +45,7 @@ def json_value(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loa
 
 
 def _is_within(value: Any, levels: int) -> bool:
+    """True if a value of JSON has at most so many levels."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):

@@ -159,6 +159,7 @@ def _element_range(request: ReadRequest, group: Group) -> slice:
 
 
 def _parts(request: ReadRequest, group: Group) -> Iterator[ReadRequest]:
+    """This rank's equal part of a request that all ranks of the group have."""
     elements = _element_range(request, group)
     for box in Box.of_run(elements.start, elements.stop - elements.start, request.box.size):
         yield request.part(box)

@@ -195,6 +195,7 @@ def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
 
 
 def _are_numbers(numbers: object) -> bool:
+    """True if a manifest's value names a number for each state, or one for each canonical tensor."""
     if not isinstance(numbers, dict):
         return False
     try:

@@ -37,7 +37,7 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         if layout is not None:
             spans = layout_spans(directory.events("start", "resume"))
             text = short_layout(layout.facts())
-            # The number of ranks is no key.
+            # Not among the changed keys: the number of ranks is no key.
             rows += [("  layout", f"{spans[-1].layout} → {text}")] if spans and spans[-1].layout != text else []
     except ConfigError as error:
         return [], error.problems

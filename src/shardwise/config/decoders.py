@@ -53,6 +53,8 @@ _LayerTypes: TypeAlias = Annotated[
 
 
 def _layer_types(interval: int | None, default: str) -> Any:
+    """Return the field `layer_types`; without a window its default has none in any block."""
+
     def of_data(data: dict[str, Any]) -> tuple[_LayerType, ...]:
         return every_nth_full(interval if data.get("sliding_window") else 1, data.get("num_hidden_layers", 1))
 

@@ -436,6 +436,7 @@ def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], i
 
 
 def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore: Collection[str]) -> list[str]:
+    """Return an error for the fields of the file that `model.ignore` names although they change the computation."""
     names = [name for name in ignore if name in values and _field_status(name, values[name], family) == "unsupported"]
     if not names:
         return []

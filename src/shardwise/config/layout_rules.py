@@ -104,6 +104,7 @@ def _trace_problems(log: LogConfig, train: TrainConfig, resume: str | int, is_ne
 
 
 def _rank_problems(log: LogConfig, parallel: ParallelConfig, layout: Layout) -> list[str]:
+    """Refuse to trace ranks that the job does not have, and copies that do not divide its data-parallel ranks."""
     problems = []
     missing = [rank for rank in log.profile_ranks or () if rank >= layout.world]
     if missing:

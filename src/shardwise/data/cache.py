@@ -30,7 +30,7 @@ import numpy as np
 
 from shardwise.base import files
 from shardwise.base.errors import DataError, see
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.base.yaml_and_json import json_value
 from shardwise.data.rows import PARTS, IntArray, Integers, Part, Sentences, TokenArray, json_digest
 

@@ -196,6 +196,7 @@ def _gradient_bytes(workload: RankWorkload) -> int:
 
 
 def _state_bytes(workload: RankWorkload, *, master: int) -> int:
+    """Return the bytes of the states and of masters of so many bytes, on a data-parallel rank."""
     owned = [(bucket.elements // bucket.slices, bucket.is_orthogonalized) for bucket in bucket_shapes(workload)]
     elements = sum(count for count, _ in owned)
     matrices = sum(count for count, is_orthogonalized in owned if is_orthogonalized)

@@ -62,6 +62,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
 
 
 def _words(failure: Failure, place: Rank | None, run_path: Path | None, began: float) -> str:
+    """Record the failure of a rank that no launcher of this package started; returns the text for the user."""
     if run_path is None:
         return failure.told
     resume = resume_command(run_path)
@@ -164,6 +165,7 @@ def resume_command(run: Path) -> str | None:
 
 
 def _checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `every` and `every_minutes` of a run's checkpoints; None for one that is unknown."""
     checkpoint = sections.get("checkpoint", {})
     every = checkpoint.get("every")
     minutes = checkpoint.get("every_minutes")
@@ -194,6 +196,7 @@ def _is_recorded(directory: RunDirectory, began: float) -> bool:
 
 
 def _log(run: Path, failure: Failure) -> str | None:
+    """Return the path of the log to read, relative to the run's folder; None without one."""
     if failure.log is not None:
         return str(Path(failure.log).relative_to(run)) if Path(failure.log).is_relative_to(run) else failure.log
     log = RunDirectory(run).log(failure.rank)

@@ -149,7 +149,10 @@ def stop_record(logs: Path) -> Path:
 
 
 def exit_codes_file(logs: Path) -> Path:
-    """Path of the file beside that of the first failure, with a node's failed ranks: exit codes, or minus signals."""
+    """Path of the file of a node's failed ranks: rank → exit code, or minus the signal.
+
+    It lies beside that of the first failure.
+    """
     return logs / "exit-codes.json"
 
 

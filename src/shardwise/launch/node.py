@@ -227,6 +227,8 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
 
 
 def _end_with(control: LauncherConnection, agent: subprocess.Popen[bytes]) -> None:
+    """Kill the agent and its ranks when the supervisor ends the attempt, or is gone."""
+
     def watch() -> None:
         while agent.poll() is None:
             if control.ended is not None:

@@ -182,6 +182,7 @@ def can_regather(x: Tensor, group: Group) -> bool:
 
 
 def _is_rewritten(x: Tensor) -> bool:
+    """Return whether torch rewrites or casts the matmuls of x itself."""
     return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
 
 

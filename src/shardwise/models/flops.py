@@ -32,7 +32,7 @@ def _attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: 
 
 
 def block_multiply_adds(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Return half the FLOPs of a token in a model's mean block: of its matrices, and attention."""
+    """Return the multiply-adds (half the FLOPs) of a token in a model's mean block: its matrices, and its attention."""
     matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
     return matrices + _attention_work(model, sequence_length, count_masked=count_masked)
 

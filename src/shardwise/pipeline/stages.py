@@ -107,7 +107,7 @@ micro-batch. It returns the stage's x, or the losses if it is the last stage.
 def relay(
     model: nn.Module, parallel: ParallelConfig | None, mesh: Mesh, compute: Compute, shapes: Sequence[tuple[int, int]]
 ) -> None:
-    """Run `compute` on every micro-batch in all stages of a pipeline, each with the output of the last; collective.
+    """Run `compute` on every micro-batch in all stages, each with the output of the stage before. Collective.
 
     A round of as many micro-batches as there are pipeline ranks passes through a rank's first stage, then through its
     next: all ranks work at once, and little is held. Where the last rank sends to the first, a round is one shorter:

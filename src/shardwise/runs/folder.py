@@ -401,6 +401,7 @@ def _numbered(path: Path) -> Path:
 
 
 def _record(path: Path) -> dict[str, Any]:
+    """Return the record in a file; {} if the file cannot be read, or is damaged."""
     with contextlib.suppress(OSError, ValueError):
         return read_record(path)
     return {}
@@ -567,6 +568,7 @@ class FollowedFolder:
 
 
 def _is_at(status: os.stat_result, path: Path) -> bool:
+    """Return whether a path leads to a file, and not through a link."""
     try:
         return os.path.samestat(status, path.lstat())
     except OSError:

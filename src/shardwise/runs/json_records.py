@@ -84,6 +84,7 @@ def _mapping_of(kind: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any] | 
 
 
 def _stages(value: Any) -> list[dict[str, Any]] | None:
+    """Seconds of the passes of each pipeline stage."""
     if not isinstance(value, list):
         return None
     stages = [_mapping_of(_amount)(stage) or {} for stage in value]

@@ -35,6 +35,7 @@ def no_trace_text(settings: LogConfig, before: int, end: int) -> str | None:
 
 
 def _traced_steps(settings: LogConfig, before: int, done: int) -> range:
+    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
     steps = settings.profile_steps or range(0)
     return range(max(steps.start, before + 1), min(steps.stop, done + 1))
 

@@ -120,6 +120,7 @@ def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str]
 
 
 def _refuse_differences(values: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
+    """Raise ConfigError on every rank where any rank's values are not those of the first. Collective."""
     differences = []
     for name in {**first, **values}:
         if first.get(name) != values.get(name):

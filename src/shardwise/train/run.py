@@ -229,6 +229,7 @@ def _phase(progress: Progress) -> str:
 
 
 def _with_one_batch(config: Config, mesh: Mesh) -> Config:
+    """`config` with rank 0's global batch, where the recipe has a rule for it. Collective."""
     # A run that is resumed keeps the number in its folder, which other machines may not see.
     if config.train.rule is None:
         return config
@@ -332,6 +333,7 @@ def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None
 
 
 def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
+    """Restore the newest state, of the nodes' memory or of the disk; None where a training begins. Collective."""
     start = time.perf_counter()
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)
@@ -347,6 +349,7 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
 
 
 def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume

@@ -105,6 +105,7 @@ def _entries(tensors: StoredTensors) -> dict[tuple[str, str], TensorEntry]:
 def _compare(
     a: StoredTensors, b: StoredTensors, state: str, name: str, progress: Callable[[int], None]
 ) -> TensorDifference:
+    """Compare a tensor that both hold in one shape, a segment at a time."""
     entry = a.states[state][name]
     dtype_a = entry.dtype
     dtype_b = b.states[state][name].dtype

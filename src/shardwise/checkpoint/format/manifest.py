@@ -362,6 +362,7 @@ def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
 
 
 def _value(plain: Mapping[str, Any], key: str, kind: type) -> Any:
+    """The value of a key; ValueError where it is missing or of another type."""
     value = plain.get(key)
     if not isinstance(value, kind):
         raise ValueError(f"{key} must be a JSON {_JSON_TYPES[kind]}")

@@ -137,6 +137,7 @@ def read_header(file: Root) -> dict[str, StoredTensor]:
 
 
 def _parts(metadata: object) -> dict[str, object]:
+    """Name → where the tensor begins in a larger one, as torch's Hugging Face writer has it."""
     text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
     parts = json.loads(text) if isinstance(text, str) else {}
     if not isinstance(parts, dict):
@@ -152,6 +153,7 @@ def _first(name: str, saved: object, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _require_contiguous(tensors: Mapping[str, StoredTensor], first: int, total: int) -> None:
+    """Raise ValueError where tensors, in the order of their bytes, leave a gap from `first` to `total`, or overlap."""
     # The safetensors library refuses gaps too: the bytes of a gap could hold anything, and no reader would see them.
     end = first
     for name, tensor in tensors.items():

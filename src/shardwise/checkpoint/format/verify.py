@@ -163,6 +163,7 @@ def _verify_file(
     report: VerificationReport,
     progress: Callable[[int], None],
 ) -> bool:
+    """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
     # Blocks end where chunks end, which may be within a value: its first bytes wait for the next block.
     partial_value = b""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError, StoreError
+from shardwise.base.progress import progress
 from shardwise.base.tensor_box import Box
-from shardwise.base.terminal import progress
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, piece_label
 from shardwise.checkpoint.format.safetensors import DTYPES, safetensors_header

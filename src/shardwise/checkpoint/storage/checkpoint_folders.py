@@ -386,6 +386,7 @@ def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | No
 
 
 def _checkpoint_path(run: Root) -> str | None:
+    """The `checkpoint.path` of a run's configuration; None where it is not set or cannot be read."""
     try:
         path = parse_yaml((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
     except (ValueError, KeyError, TypeError):

@@ -151,6 +151,7 @@ class ChunkedReader:
         return result.toreadonly()
 
     def _chunks(self, first: int, end: int) -> memoryview:
+        """Chunks `first` to `end`, verified."""
         entry = self._entry
         last_number, last_data = self._last_chunk or (-1, memoryview(b""))
         if first == end - 1 == last_number:

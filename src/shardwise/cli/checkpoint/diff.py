@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.base.units import counted
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.cli import output

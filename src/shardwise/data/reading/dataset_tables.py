@@ -200,6 +200,7 @@ class _HubTables:
         return DataError(f"{key} must name a configuration of {self.repository}: {listing(names, 'or')}")
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
+        """Raises DataError if the card names files elsewhere or of this machine, which old releases would read."""
         # The library reads any address that a card names, files of this machine too: only those of the repository pass.
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE

@@ -224,6 +224,7 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
 
 
 def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a vocabulary of tiktoken; None if the file is none. DataError if it is not known."""
     content = read_tokenizer_file(file)
     if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content[:1024]):
         return None

@@ -203,6 +203,7 @@ class GraphCache:
 
 
 def _open(path: Path) -> BinaryIO:
+    """Open the file of a graph, which no other user may have put there."""
     return os.fdopen(files.open_own(path, os.O_RDONLY, files.ANYONE_WRITES), "rb")
 
 
