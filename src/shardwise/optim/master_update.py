@@ -81,7 +81,9 @@ class Update:
         So each bucket of a group begins with the same count of steps, also if it is updated `ahead`.
         """
         for outer, inner, made in zip(groups, self._inner.param_groups, self._made, strict=True):
-            _set_options(inner, made | options_of(outer))
+            given = {"params": inner["params"], **made, **options_of(outer)}
+            inner.clear()  # what the class has added there
+            inner.update(given)
         yield from self._update(factor, number)
         for outer, inner, numbers in zip(groups, self._inner.param_groups, self._numbers, strict=True):
             numbers |= {
@@ -119,7 +121,9 @@ class Update:
         for bucket, number in self._due.items():
             if number not in without:
                 group = self._inner.param_groups[number]
-                _set_options(group, copy.deepcopy(options[number]))
+                given = {"params": group["params"], **copy.deepcopy(options[number])}
+                group.clear()  # a count that begins with the class's first update
+                group.update(given)
                 yield group, bucket
 
     def _step_alone(self, group: dict[str, Any], master: nn.Parameter, divisor: Tensor | None = None) -> None:
@@ -146,13 +150,6 @@ def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
     if isinstance(factor, Tensor):
         return factor.reciprocal().to(device, torch.float32)
     return None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
-
-
-def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
-    """Give a parameter group exactly these options: a count that the class has begun in it goes."""
-    for name in group.keys() - options.keys() - {"params"}:
-        del group[name]
-    group.update(options)
 
 
 class HostUpdate(Update):
