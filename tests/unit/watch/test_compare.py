@@ -54,7 +54,9 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
     writer.close()
 
 
-FORMS, REFUSED = yaml.safe_load(Path(__file__).with_name("compare.yaml").read_text(encoding="utf-8")).values()
+TABLES = yaml.safe_load(Path(__file__).with_name("compare.yaml").read_text(encoding="utf-8"))
+FORMS = TABLES["forms"]
+REFUSED = TABLES["refused"]
 
 
 @pytest.mark.parametrize("name", FORMS)
