@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from shardwise.base import terminal as module
+from shardwise.base import progress as module
 
 
 class Ended(threading.Event):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
-from shardwise.runs.events import ending_text, last_event, seconds_of
+from shardwise.runs.events import last_event, recorded_ending, seconds_of
 from shardwise.runs.folder import RunLock
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.restarts import AttemptEnding, history, record
@@ -94,8 +94,14 @@ def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | Non
     )
 
 
-def job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
-    """Divide the time of a submitted job over all its starts: the share of steps in the result, and the losses."""
+def submitted_job_goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
+    """Divide the time of a submitted job, over all its starts: the share of steps in the result, and the losses.
+
+    A step that is done again counts once. The time in the queue between two starts does not count.
+
+    Args:
+        loading: seconds in which checkpoints were loaded.
+    """
     total = sum(ending.seconds for ending in endings)
     if not total:
         return []
@@ -156,5 +162,5 @@ def cancel_waiting_jobs(run_path: Path) -> dict[str, str]:
         record(run_path, AttemptEnding("cancelled", job.id, requeues=0, nodes=job.nodes, began=time.time()))
         activity = "compiled for the run" if kinds[job.id] == "compile" else "was about to train"
         activity = "waited in SLURM's queue" if job.state == "PENDING" else activity
-        texts[job.id] = f"job {job.id}, which {activity}, is cancelled{ending_text(run_path)}"
+        texts[job.id] = f"job {job.id}, which {activity}, is cancelled{recorded_ending(run_path)}"
     return texts

@@ -217,7 +217,7 @@ def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEO
 
 @dataclass(frozen=True)
 class Allocation:
-    """The machines that SLURM has given to the job of this process."""
+    """The machines that SLURM has given to a submitted job, that of this process."""
 
     job: str  # number of the job in SLURM
     requeues: int  # number of times that SLURM has started the job again
@@ -227,7 +227,7 @@ class Allocation:
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
-    """Read from its environment which machines SLURM gave this job; ConfigError: this process belongs to none."""
+    """Read which machines SLURM gave this submitted job; ConfigError: this process belongs to no job."""
     from shardwise.launch.external_launchers import first_name
 
     if "SLURM_JOB_ID" not in variables:

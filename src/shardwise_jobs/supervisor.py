@@ -241,6 +241,7 @@ class Supervisor:
         return True
 
     def _failure_text(self, ending: AttemptEnding, code: int) -> str:
+        """Record the failure with which the job ends; returns the text for the user."""
         script = self.run_path / "job.sh"
         resume = shlex.join(["sbatch", str(script)]) if script.exists() else None
         steps = 0 if ending.first_step is None else ending.step

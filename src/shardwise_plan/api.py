@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.api.arguments import config_problems
-from shardwise.base.errors import ConfigError, keys_renamed, listing
-from shardwise.base.parsing import count_problems
+from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing
 from shardwise.base.registered import provided
 from shardwise.config import Config
 from shardwise.config.stand_in import config_as_given

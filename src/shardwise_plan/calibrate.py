@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import write_new
 from shardwise.base.hardware import accelerators
-from shardwise.cli.output import write_new
 from shardwise.launch.environment import joined
 from shardwise.verify.rank_calls import call_on_ranks, join_called_ranks
 from shardwise_plan.calibration_fit import Measurements, measured_device_file, measured_rows

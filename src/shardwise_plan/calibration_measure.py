@@ -110,6 +110,7 @@ def _launch(tensor: torch.Tensor, device: torch.device) -> float:
 
 
 def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
+    """Return the bytes of sums over all ranks, each with its seconds. Collective."""
     tensors = {size: torch.zeros(size // 4, device=device) for size in _SUM_BYTES}
     seconds: dict[int, list[float]] = {size: [] for size in _SUM_BYTES}
     for _ in range(_SUMS):
@@ -121,6 +122,7 @@ def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
 
 
 def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
+    """Return the seconds of a step of each miniature; they take turns. Collective."""
     trainers = [_trainer(config) for config in miniatures]
     for miniature in trainers:
         for _ in range(_WARM_UP):
@@ -133,6 +135,7 @@ def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
 
 
 def _trainer(miniature: Config) -> Trainer:
+    """Build a miniature training on random tokens. Collective."""
     mesh = Mesh(**miniature.parallel.degrees, grains=miniature.grains)
     text = random_tokens(miniature.model.vocab_size, 256, miniature.train.sequence_length)
     return build_trainer(miniature, mesh, text)

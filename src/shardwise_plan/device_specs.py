@@ -19,8 +19,8 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
-from shardwise.base.parsing import parse_yaml
 from shardwise.base.prices import Price
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.config import DtypeName, Matmul
 from shardwise.estimates.device_peaks import DEVICE_FILES
 
@@ -163,7 +163,7 @@ class Device:
     compared_error: float = 0.0
     fp8: float | None = None  # FLOP/s of matrix products in fp8, without sparsity; None if the device has none
     fp8_matmul_share: float | None = None  # part of the peak in fp8 that the largest products reach
-    mxfp8_matmul_share: float | None = None  # part of it where each 32 numbers have a scale
+    mxfp8_matmul_share: float | None = None  # likewise, where each 32 numbers have a scale
     # Part of the rate in fp8 that products of the backward pass reach, which add with all bits.
     fp8_backward_share: float = 1.0
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, get_args
 
-from shardwise.base.errors import ConfigError, divisors
+from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import CHOSEN_AXES, CHOSEN_DEGREES, layout_text
 from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
+from shardwise.config.base_section import divisors
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.config.stand_in import StandIn, config_as_given

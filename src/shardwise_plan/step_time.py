@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, OptimizerConfig, Precision
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.estimates.sharding import owned_elements
 from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, count_blocks, elements_by_ranks
 from shardwise.optim.bucket_layout import bucket_bytes
@@ -92,7 +92,7 @@ class StepTime:
 class _StageWork(NamedTuple):
     """The work of a stage on one micro-batch."""
 
-    stage: Stage
+    stage: LayoutStage
     block: pass_seconds.PassSeconds  # seconds of each of its blocks, on average
     ends: tuple[pass_seconds.PassSeconds, ...]  # seconds of the embedding and of the head, if the stage has them
     times: StageTimes  # seconds of its passes
@@ -412,6 +412,7 @@ class _StepInputs:
         return linked_ranks(ranks, self.layout.tensor * divided, self.cluster.per_node)
 
     def _copies_group(self, divided: int = 1) -> LinkedRanks:
+        """Ranks that own the same part of the gradients."""
         shards = max(1, self._shard_ranks // divided)
         copies = self.layout.replicas // divided // shards
         return linked_ranks(copies, self.layout.tensor * divided * shards, self.cluster.per_node)
@@ -430,6 +431,7 @@ class _StepInputs:
         return StageTimes(times.forward * virtual, times.backward * virtual, times.weight * virtual)
 
     def _hidden(self, seconds: float) -> float:
+        """Return the seconds of collectives that a pass of so many seconds hides."""
         return self.constants.overlap * seconds if self.program.overlaps else 0.0
 
     def _gather_seconds(self) -> tuple[float, float]:

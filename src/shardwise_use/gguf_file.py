@@ -23,9 +23,9 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import reason_of
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
-from shardwise.base.parsing import json_object
+from shardwise.base.progress import progress
 from shardwise.base.registered import optional_library
-from shardwise.base.terminal import progress
+from shardwise.base.yaml_and_json import json_object
 from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, special_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import files, parsing, units
+from shardwise.base import files, units, yaml_and_json
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.terminal import printable
 from shardwise.runs.folder import RunDirectory, last_kept_step
@@ -156,7 +156,7 @@ def _scalars(path: Path) -> _Rows:
 def _of_json(path: Path, text: str) -> _Rows:
     """Rows of one JSON value, or of a JSON object in each line, of which a run's metrics.jsonl has other events too."""
     try:
-        value = parsing.json_value(text)
+        value = yaml_and_json.json_value(text)
     except ValueError:
         value = _of_lines(path, text)
     if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
@@ -179,7 +179,7 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if line.strip():
-                yield parsing.json_value(line)
+                yield yaml_and_json.json_value(line)
         except ValueError as error:
             # A crash may have cut the last line of a run short.
             if is_run:

@@ -75,7 +75,7 @@ class GrowingFile:
 
 
 def last_lines(path: Path, byte_count: int) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON lines among the last bytes of a growing file, parsed, the last one first."""
+    """Yield the complete JSON lines among the last bytes of a watched file, parsed, the last one first."""
     yield from _parsed(reversed(last_raw_lines(path, byte_count)))
 
 

@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import psutil
 
-from shardwise.base import files, parsing, redaction
+from shardwise.base import files, redaction, yaml_and_json
 from shardwise.base.errors import ConfigError
 from shardwise.base.local_devices import DeviceProcess, Owners
-from shardwise.runs.events import NEXT_STAGE, last_line, number, seconds_of
+from shardwise.runs.events import NEXT_STAGE, last_event_line, number, seconds_of
 from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_kept_step
 from shardwise.runs.json_records import read_record
@@ -127,7 +127,7 @@ class RunView:
         self._trains = False
 
     def _read(self) -> bool:
-        self.config = self._file(self.directory.config, parsing.read_mapping)
+        self.config = self._file(self.directory.config, yaml_and_json.read_mapping)
         self.environment = self._file(self.directory.environment, read_record)
         self.results = self._file(self.directory.results, read_record)
         self.branch = self._file(self.directory.branch, read_record)
@@ -204,7 +204,7 @@ class RunView:
     @property
     def steps(self) -> int | None:
         """Number of steps of the whole training."""
-        return parsing.count_of(self.section("train").get("steps", self.start.get("steps")))
+        return yaml_and_json.count_of(self.section("train").get("steps", self.start.get("steps")))
 
     @property
     def step_seconds(self) -> float | None:
@@ -319,6 +319,7 @@ class RunView:
                 self._undo(event)
 
     def _undo(self, resume: dict[str, Any]) -> None:
+        """Forget the steps and evaluations that come after the checkpoint of a "resume" event."""
         kept = last_kept_step(resume)
         if kept is None:
             return
@@ -348,7 +349,7 @@ class RunView:
         return holder is not None and holder["host"] != platform.node() and not self._is_silent()
 
     def _is_silent(self) -> bool:
-        steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
+        steps_of_a_record = yaml_and_json.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
         least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
         patience = max(least_seconds, steps * (self.step_seconds or 0.0))
@@ -364,7 +365,7 @@ class RunView:
         if start is None or seconds_of(start) < began:
             # The files are in the order of time, and may have gigabytes: most of the later lines need not be searched.
             until = seconds_of(self.start) + _START_SECONDS
-            start = last_line(path, "start", until=until) or last_line(path, "start") or start or {}
+            start = last_event_line(path, "start", until=until) or last_event_line(path, "start") or start or {}
             if start:
                 self._starts[rank] = start
         steps: list[dict[str, Any]] = []

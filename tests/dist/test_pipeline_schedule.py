@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
 from shardwise.config import Config, ParallelConfig, Schedule, check_layout, load_config
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.distributed import devices
 from shardwise.distributed.placement import placements
 from shardwise.estimates.step_peak import PassBytes, step_peak
@@ -61,7 +61,7 @@ def make_pipeline(schedule: Schedule, degree: int, micro_batches: int) -> tuple[
         if pipeline_rank_of(parallel, index) == mesh.pp.rank:
             model = nn.Module()
             model.weight = nn.Parameter(torch.ones(4))
-            stages.add(Stage(index, mesh.pp.rank, range(index, index + 1), count), model)
+            stages.add(LayoutStage(index, mesh.pp.rank, range(index, index + 1), count), model)
     return Pipeline(stages, parallel, mesh, micro_batches, torch.empty(4), losses=1), stages
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, StoreError
 from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.save import KeptCheckpoints
 from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints, partial_name, summarize_checkpoints
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
 from shardwise.distributed.mesh import Group
 from shardwise.models.parameter_counts import parameter_count

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, DamageError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.weight_files import check_weights
-from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.checkpoint.storage.root import Root
 from shardwise_use.importing.hugging_face import open_hugging_face
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 from tests.hugging_face import open_folder

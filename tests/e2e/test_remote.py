@@ -138,7 +138,8 @@ def test_an_upload_in_parts_that_is_abandoned_leaves_nothing(user: dict[str, str
 
 USE = """
 import json, sys
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.base.errors import StoreError
+from shardwise.checkpoint.storage.root import Root
 root = Root.of(sys.argv[1]) / "odd [name] *"
 root.make()
 file = (root / "inner/a").open(3)

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from shardwise.api.arguments import require_path
-from shardwise.base.errors import ConfigError, RunError, keys_renamed, renamed, see
+from shardwise.base.errors import ConfigError, RunError, keys_renamed, renamed_error_text, see
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.checkpoint.storage.root import Root
 
@@ -83,7 +83,7 @@ def save_checkpoint(
     # The thread that writes raises nothing: a problem is a part of its result.
     (saved,) = saver.finished()
     if saved.problem is not None:
-        problem = renamed(saved.problem, _ARGUMENTS)
+        problem = renamed_error_text(saved.problem, _ARGUMENTS)
         raise RunError(f"the checkpoint of step {step:,} could not be saved: {problem}{see('checkpoints#not-saved')}")
     return saved.folder
 

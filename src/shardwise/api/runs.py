@@ -13,9 +13,9 @@ from typing import Any
 from shardwise.api.arguments import config_problems, require_path
 from shardwise.base.errors import ConfigError, Problems, listing, nearest_name, raise_problems
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import json_object
 from shardwise.base.registered import optional_library, provided
 from shardwise.base.user_code import given_objects, object_name
+from shardwise.base.yaml_and_json import json_object
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from_sections
 from shardwise.launch import stop_requests

@@ -2,7 +2,7 @@
 
 - `errors`: what ends a command, and the words of messages
 - `units`: numbers as people read them, such as `1.5 GiB`
-- `parsing`: YAML and JSON that anybody may have written
+- `yaml_and_json`: YAML and JSON that anybody may have written
 - `files`: files on a local disk; names from outside
 - `redaction`: texts without secrets
 - `hardware`: accelerators, memory and CPUs of this machine

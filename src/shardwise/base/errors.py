@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import sys
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -73,6 +71,29 @@ class RunError(ShardwiseError):
 
 class LostPeerError(RunError):
     """Another rank has ended while this one waited for it: a consequence of the run's failure, not its cause."""
+
+
+class StoreError(RunError):
+    """The disk or the object store of checkpoints cannot be read or written.
+
+    Attributes:
+        missing: there is nothing of that name.
+        refused: this user may not read or write it, or the path cannot be used: a command ends as by wrong input.
+    """
+
+    def __init__(self, text: str, *, missing: bool = False, refused: bool = False) -> None:
+        super().__init__(text)
+        self.missing = missing
+        self.refused = refused
+
+    @property
+    def is_damage(self) -> bool:
+        """True if a file that cannot be read is lost. Where the store gave no answer, it may still be there."""
+        return self.missing or isinstance(self, DamageError)
+
+
+class DamageError(StoreError):
+    """Checkpoint storage gives other bytes than those that were written."""
 
 
 class LaunchError(RunError):
@@ -154,11 +175,11 @@ def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([renamed(text, names) for text in error.problems]) from error
+        raise ConfigError([renamed_error_text(text, names) for text in error.problems]) from error
 
 
-def renamed(text: str, names: Mapping[str, str]) -> str:
-    """The message of a ConfigError, rewritten with what the user gave in place of each key of `names`."""
+def renamed_error_text(text: str, names: Mapping[str, str]) -> str:
+    """The text of a ConfigError, rewritten with what the user gave in place of each key of `names`."""
     return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
 
 
@@ -172,29 +193,22 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
 
 
-def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
-    """The valid numbers nearest to a wrong `value`, for an error's message: the closest at or below and above it."""
-    numbers = sorted(set(valid))
-    place = bisect_right(numbers, value)
-    return numbers[max(place - 1, 0) : place + 1]
-
-
-def divisors(number: int) -> set[int]:
-    """All divisors of a number above 0, of which errors name the nearest, in time proportional to its square root."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return {*small, *(number // n for n in small)}
-
-
-def nearest_multiples(value: int, step: int) -> list[int]:
-    """The closest positive multiples of `step` around a wrong `value`, for an error's message."""
-    below = value // step * step
-    return [number for number in (below, below + step) if number > 0]
-
-
 def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name that is most similar to an unknown `name`, for an error's message; None if none is similar."""
+    """The valid name most similar to an unknown `name` of any kind, for an error's message; None if none is."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def count_problems(values: Mapping[str, object]) -> list[str]:
+    """The problems, for an error's message, of counts that are no whole numbers of at least 1; numpy's are valid."""
+    # Costly for every command.
+    from numbers import Integral
+
+    return [
+        f"{name} ({value!r}) must be a whole number of at least 1"
+        for name, value in values.items()
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
+    ]
 
 
 def first_line(error: BaseException) -> str:

@@ -328,6 +328,18 @@ def name_problem(name: object, *, nested: bool = False) -> str | None:
     return f"{name!r} lies in another folder" if len(segments) > 1 and not nested else None
 
 
-def is_tensor_name(name: str) -> bool:
-    """True if files can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
+def is_printable_name(name: str) -> bool:
+    """True if files can hold this name of a tensor, and a terminal shows it: it obeys some characters."""
     return name.isprintable() and name != SAFETENSORS_METADATA
+
+
+def write_new(path: Path, text: str, option: str) -> None:
+    """Write a file that must not be there yet, at the path that `option` gave; ConfigError if it cannot be written."""
+    try:
+        # "x" instead of a test: between a test and the writing another process could make the file.
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {reason_of(error)}") from None

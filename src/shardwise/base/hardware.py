@@ -37,7 +37,7 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
 
 
 def torch_type(kind: str) -> str:
-    """The type by which torch knows a kind of accelerators."""
+    """The name that torch has for a kind of accelerator hardware."""
     return "cuda" if kind == "nvidia" else kind
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, nearest_name, see
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -109,7 +109,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def can_only_be_path(name: str) -> bool:
-    """True if `name` can only be a path, by the way in which it is written or as its first folder is there."""
+    """True if `name` is no hub id but a path, by the way in which it is written or as its first folder is there."""
     # Before the first run there is no folder of runs.
     is_written = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
     return is_written or Path(name.partition("/")[0]).is_dir()
@@ -266,6 +266,7 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
 
 
 def _size(folder: Path) -> int:
+    """The bytes of the files in a folder, some of which another process may remove meanwhile."""
     total = 0
     for file in folder.glob("*"):
         with contextlib.suppress(OSError):

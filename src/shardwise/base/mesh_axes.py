@@ -58,8 +58,8 @@ def names_axis(axis: Axis, degrees: Mapping[str, int]) -> bool:
     return not axis.is_optional or degrees.get(axis.degree, 1) > 1
 
 
-def replicas_name(data: int, context: int) -> str:
-    """The name of the group of ranks that have the same part of the model: those of data and context parallelism."""
+def replica_axes_name(data: int, context: int) -> str:
+    """The joint name of the mesh axes along which ranks have the same part of the model: data and context."""
     if context == 1:
         return DATA.name
     return CONTEXT.name if data == 1 else f"{DATA.name}_{CONTEXT.name}"
@@ -86,7 +86,7 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
 
 
 def degree_keys_text(degrees: Mapping[str, int]) -> str:
-    """The keys of the mesh's axes with their degrees, without the outermost axes that have degree 1.
+    """The mesh axes by keys with their degrees, without the outermost axes that have degree 1.
 
     An example is `parallel.tensor × parallel.context (2 × 4 = 8)`.
     """

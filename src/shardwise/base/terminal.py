@@ -1,26 +1,12 @@
-"""Texts that a terminal can show: wrapped at words, and without characters that it would obey or lacks.
-
-Progress of long work on standard error is a bar on a terminal, and a line every half minute in a log.
-"""
+"""Texts that a terminal can show: wrapped at words, and without characters that it would obey or lacks."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import shutil
 import sys
 import textwrap
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TextIO
-
-from shardwise.base.errors import visible
-from shardwise.base.redaction import redacted
-from shardwise.base.units import counted, duration, size
 
 COMMAND = "resume: "
 """What a line of a message begins with that is a command to be pasted."""
@@ -46,16 +32,17 @@ def wrap_words(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def fit_to_terminal(text: str, stream: TextIO) -> str:
-    """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, two columns deeper.
+    """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, four columns deeper.
 
-    A command to be pasted stays whole, and a comment of YAML goes on as one.
+    Rows below a row are two columns deeper. A command to be pasted stays whole, and a comment of YAML goes on as one.
     """
     width = _terminal_width(stream)
     if width is None:
         return text
     lines: list[str] = []
     for line in text.split("\n"):
-        margin = "# " * line.startswith("# ") + " " * (len(line) - len(line.lstrip()) + 2)
+        content = line.removeprefix("# ")
+        margin = "# " * (content != line) + " " * (len(content) - len(content.lstrip()) + 4)
         is_command = line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch "))
         lines += [line] if len(line) <= width or is_command else wrap_words(line, width, margin)
     return "\n".join(lines)
@@ -77,85 +64,3 @@ def printable(text: object) -> str:
 def printable_line(text: str) -> str:
     """Return `text` in one line, without characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-AFTER_SECONDS = 1.5  # work that takes less shows no bar
-EVERY_SECONDS = 30.0  # between two lines of a log
-_TEXT = 68  # columns that a text takes at most, nearly always
-
-
-@dataclass
-class progress:
-    """A terminal's bar, or lines of a log, for a `with` statement's body, which calls a function with amounts done."""
-
-    doing: str
-    total: int | None = None  # amount of all the work; None if it is unknown
-    noun: str = ""  # what is counted, in the singular; empty: bytes
-    shown: bool = True  # False shows nothing, as on all ranks but the first
-    # Returns the amount so far, of a body that tells none; called from another thread.
-    done: Callable[[], int] | None = None
-
-    def __post_init__(self) -> None:
-        self._before = 0 if self.done is None else self.done()
-        self._amount = 0
-        self._began = time.monotonic()
-        self._samples = deque([(self._began, 0)], maxlen=60)  # a second apart at least, for the speed
-        self._ended = threading.Event()
-        # A thread, as the body may be a single call.
-        self._thread = threading.Thread(target=self.show, args=(sys.stderr, self._ended), daemon=True)
-
-    def __enter__(self) -> Callable[[int], None]:
-        if self.shown:
-            self._thread.start()
-        return self.advance
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self.shown:
-            self._thread.join()
-
-    def advance(self, amount: int) -> None:
-        self._amount += amount
-        now = time.monotonic()
-        if now - self._samples[-1][0] >= 1:
-            self._samples.append((now, self._amount))
-
-    def show(self, stream: TextIO, ended: threading.Event) -> None:
-        """Show the work on a stream until it has ended, or the terminal has gone away."""
-        with contextlib.suppress(OSError, ValueError):
-            if stream.isatty() and os.environ.get("TERM") != "dumb" and not ended.wait(AFTER_SECONDS):
-                self._draw(stream, ended)
-            while not ended.wait(EVERY_SECONDS):
-                stream.write(f"{self._text()}\n")
-                stream.flush()
-
-    def _draw(self, stream: TextIO, ended: threading.Event) -> None:
-        from rich.console import Console  # costly to import, and for long work alone
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        console = Console(file=stream)
-        columns = (BarColumn(max(1, min(40, console.width - _TEXT))), TextColumn("{task.description}", markup=False))
-        # What is printed to a file meanwhile must not come to the terminal.
-        redirected = sys.stdout.isatty()
-        with Progress(*columns, console=console, auto_refresh=False, transient=True, redirect_stdout=redirected) as bar:
-            console.show_cursor()  # a signal may end the process here
-            task = bar.add_task(self._text(), total=self.total, completed=self._amount)
-            while not ended.wait(0.25):
-                bar.update(task, description=self._text(), completed=self._amount, refresh=True)
-
-    def _text(self) -> str:
-        if self.done is not None:
-            self.advance(self.done() - self._before - self._amount)
-        total, noun = self.total, self.noun
-        done = min(self._amount, total or self._amount)  # a last portion may be filled up
-        now = time.monotonic()
-        begin, before = self._samples[0]
-        rate = (done - before) / max(now - begin, 1e-9)
-        amount = f"{done:,}" if noun else size(done)
-        left = f"{duration(now - self._began)} elapsed"
-        if total:
-            amount = f"{amount} of {counted(total, noun) if noun else size(total)}, {done / total:.0%}"
-            if rate > 0 and done < total:
-                left = f"{duration((total - done) / rate)} left"
-        texts = [amount] * bool(done or total) + [f"{size(rate)}/s"] * (rate > 0 and not noun) + [left]
-        return f"{visible(redacted(self.doing))}: {', '.join(texts)}"

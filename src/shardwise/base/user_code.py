@@ -19,7 +19,7 @@ _given: dict[str, object] = {}
 
 @contextmanager
 def given_objects(objects: Mapping[str, object]) -> Iterator[None]:
-    """A context in which these names of `hooks` are imported as these objects of the user's, which no module has."""
+    """A context in which names of `hooks` are imported as these objects of the user's, which no module need have."""
     before = dict(_given)
     _given.update(objects)
     try:

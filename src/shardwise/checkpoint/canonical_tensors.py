@@ -88,6 +88,7 @@ def _pieces_by_rank(
 
 
 def _assemble(local: Tensor, groups: tuple[Group, ...], pieces_by_rank: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
+    """The canonical tensors of a parameter by their names, from the pieces of each rank of its groups."""
     locals_by_rank = local.unsqueeze(0).contiguous()
     for group in groups:
         locals_by_rank = collectives.all_gather(locals_by_rank, group)

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.base.errors import DamageError, StoreError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import Manifest, Numbers, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.storage.chunks import READ_BYTES, consecutive_numbers, require_size
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.weight_writers import TORCH_DTYPES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -158,6 +159,7 @@ def _element_range(request: ReadRequest, group: Group) -> slice:
 
 
 def _parts(request: ReadRequest, group: Group) -> Iterator[ReadRequest]:
+    """This rank's equal part of a request that all ranks of the group have."""
     elements = _element_range(request, group)
     for box in Box.of_run(elements.start, elements.stop - elements.start, request.box.size):
         yield request.part(box)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, StoreError
 from shardwise.base.files import user_path
 from shardwise.base.hub import TOKENIZER
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 from shardwise.checkpoint.format.model_files import (
     BEGIN_ID,
     END_ID,
@@ -29,7 +29,7 @@ from shardwise.checkpoint.format.model_files import (
 from shardwise.checkpoint.format.weight_files import GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, FamilyConfig, ModelConfig, family_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids

@@ -127,6 +127,7 @@ class HostBuffer:
                 self._free.put(block)
 
     def _next_block(self) -> Tensor:
+        """Return an empty block: a free one, else a new one, else the first that the other thread gives back."""
         if self._blocks_to_allocate != 0 and self._free.empty():
             if self._blocks_to_allocate is not None:
                 self._blocks_to_allocate -= 1

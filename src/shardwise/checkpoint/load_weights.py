@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.errors import ConfigError, DamageError, StoreError, listing, see
 from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import MODEL
@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_
 from shardwise.checkpoint.format.weight_files import check_weights
 from shardwise.checkpoint.format.writing import STREAM_BYTES
 from shardwise.checkpoint.restore import facts_of_all_tensors, local_pieces, read_manifest, tied_ends
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.weight_writers import TORCH_DTYPES
 from shardwise.config import ModelConfig
 from shardwise.distributed import collectives

@@ -9,11 +9,11 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from shardwise.base.errors import ConfigError, ShardwiseError, listing
+from shardwise.base.errors import ConfigError, DamageError, ShardwiseError, listing
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors, verify_unread
 from shardwise.checkpoint.format.manifest import MODEL, Manifest, untiled_tensors
 from shardwise.checkpoint.format.stored_tensors import tensor_mismatches
-from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.checkpoint.storage.root import Root
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Piece, placements
@@ -195,6 +195,7 @@ def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
 
 
 def _are_numbers(numbers: object) -> bool:
+    """True if a manifest's value names a number for each state, or one for each canonical tensor."""
     if not isinstance(numbers, dict):
         return False
     try:

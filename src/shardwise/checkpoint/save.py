@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from shardwise.base.errors import ShardwiseError, listing, see
+from shardwise.base.errors import ShardwiseError, StoreError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format import writing
@@ -32,7 +32,7 @@ from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
 from shardwise.checkpoint.storage import checkpoint_folders
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
@@ -241,6 +241,7 @@ class Saver:
         }
 
     def _state_numbers(self) -> _StateNumbers:
+        """The numbers of the state, from one rank of those that have the same tensors."""
         numbers: _StateNumbers = {}
         mesh = self._mesh
         if mesh.tp.rank == 0 and mesh.replicas.rank < mesh.dividing_tensors[0].size:
@@ -251,6 +252,7 @@ class Saver:
         return numbers
 
     def _planned_files(self, slices: _StateSlices) -> Iterator[writing.PlannedFile]:
+        """This rank's files, in the order in which their bytes are copied."""
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
@@ -349,6 +351,7 @@ class Saver:
         return saved
 
     def _reason(self, error: Exception) -> str:
+        """The text of an error that all ranks report: one that is not for users has its rank and type."""
         if isinstance(error, ShardwiseError):
             return str(error)
         return f"rank {self._group.rank}: {type(error).__name__}: {error}"
@@ -464,6 +467,7 @@ def _joined(numbers_by_rank: Sequence[_StateNumbers]) -> dict[str, Number | dict
 
 
 def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
+    """Raise StoreError where a file is missing here, because another rank wrote it to a disk of its own."""
     missing = [entry.path for entry in entries]
     deadline = time.monotonic() + _SEEN_WITHIN_SECONDS
     # A network file system shows the files of other machines after a while.

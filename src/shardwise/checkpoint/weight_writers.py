@@ -170,6 +170,7 @@ class WeightPlan:
         return [self._local[segment.weight.name, box][part.relative_to(box).slices] for box, part in overlaps]
 
     def _slots(self, segment: _WeightRows | None, values: Tensor, rank: int) -> list[Tensor]:
+        """Views into the values of a segment, to which the parts of a rank belong."""
         if segment is None:
             return []
         return [values[part.relative_to(segment.box).slices] for _, part in self._overlaps(rank, segment)]

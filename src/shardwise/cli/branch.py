@@ -17,16 +17,16 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError, listing, nearest_numbers
+from shardwise.base.errors import ConfigError, StoreError, listing
 from shardwise.base.files import write_atomic
-from shardwise.base.parsing import dump_yaml, whole_number
+from shardwise.base.yaml_and_json import dump_yaml, whole_number
 from shardwise.checkpoint.storage.checkpoint_folders import (
     checkpoint_steps,
     link_checkpoint,
     step_name,
     summarize_checkpoint,
 )
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import output, train
 from shardwise.cli.help import add_overrides
 from shardwise.config import (
@@ -38,6 +38,7 @@ from shardwise.config import (
     fixed_changes,
     resume_changes,
 )
+from shardwise.config.base_section import nearest_numbers
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_config
 

@@ -22,8 +22,8 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import cache_root, reason_of, require_replaceable
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
-from shardwise.base.parsing import whole_number
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
+from shardwise.base.yaml_and_json import whole_number
 from shardwise.cli import output
 from shardwise.cli.help import add_overrides, add_recipe, count
 from shardwise.config import Config, Layout, check_layout, load_config, size_stages_of

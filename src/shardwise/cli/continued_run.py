@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, StoreError
 from shardwise.checkpoint.storage.checkpoint_choice import find_resumable_checkpoints
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.config import Config, Layout, resume_changes
-from shardwise.optim.learning_rate import moved_end_text
+from shardwise.optim.learning_rate import learning_rate_change_text
 from shardwise.runs.folder import RunDirectory, check_place
 from shardwise.runs.layout_spans import layout_spans, short_layout
 
@@ -37,7 +37,7 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         if layout is not None:
             spans = layout_spans(directory.events("start", "resume"))
             text = short_layout(layout.facts())
-            # The number of ranks is no key.
+            # Not among the changed keys: the number of ranks is no key.
             rows += [("  layout", f"{spans[-1].layout} → {text}")] if spans and spans[-1].layout != text else []
     except ConfigError as error:
         return [], error.problems
@@ -49,7 +49,9 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
     changes = resume_changes(earlier, config.recorded())
     rows += [("  changed", change) for change in changes or ["no key"]]
     if checkpoint is not None:
-        moved_end = moved_end_text(config.optimizer, config.train.steps, earlier["train"]["steps"], checkpoint.step)
+        moved_end = learning_rate_change_text(
+            config.optimizer, config.train.steps, earlier["train"]["steps"], checkpoint.step
+        )
         if moved_end is not None:
             rows.append(("  schedule", moved_end))
     return rows, []

@@ -26,7 +26,10 @@ _JOINING = (["train"], ["evaluate"], ["generate"])  # commands whose ranks srun 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong with the arguments instead of printing it; `keys`: those of the command, None for all."""
+    """Raises what is wrong with the arguments, which every rank would print; `keys`: those that the command reads.
+
+    None: it reads all keys.
+    """
 
     arguments: Sequence[str] = ()
     keys: Sequence[str] | None = None

@@ -114,7 +114,7 @@ def _filled(paragraph: str, width: int, indent: str = "") -> str:
 def count(text: str) -> int:
     """The argparse type of a command's options that count: a whole number of at least 1."""
     # Costly to import, which a list of the commands does without.
-    from shardwise.base.parsing import whole_number
+    from shardwise.base.yaml_and_json import whole_number
 
     number = whole_number(text)
     if not number:

@@ -1,4 +1,4 @@
-"""Output of commands: lines, tables and JSON on stdout, progress on stderr, and new files.
+"""Output of commands: lines, tables and JSON on stdout, and progress on stderr.
 
 What is printed may come from a stranger's file, so a character that a terminal would obey is printed as its code.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ConfigError, visible
-from shardwise.base.files import reason_of
+from shardwise.base.errors import visible
 from shardwise.base.redaction import redacted
 from shardwise.base.terminal import fit_to_terminal, printable
 
@@ -67,15 +65,3 @@ def table(
     for row in cells:
         fields = [row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths)]
         raw(fit_to_terminal(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip(), sys.stdout))
-
-
-def write_new(path: Path, text: str, option: str) -> None:
-    """Write a file that must not be there yet, at the path that `option` gave; ConfigError if it cannot be written."""
-    try:
-        # "x" instead of a test: between a test and the writing another process could make the file.
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {reason_of(error)}") from None

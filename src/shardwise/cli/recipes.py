@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.files import write_new
 from shardwise.base.registered import provided
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides
 from shardwise.config import recipe_name, recipe_names, recipe_text
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     text = recipe_text(name)
     if target is not None:
-        output.write_new(target, text, "--write")
+        write_new(target, text, "--write")
     if arguments.json:
         facts = {"name": recipe_name(name), "summary": _summary(name, text), "recipe": parse_yaml(text, name)}
         output.json({**facts, "path": target and str(target)})
@@ -135,7 +136,7 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
     if target is None:
         output.raw(output.text(text.removesuffix("\n")))
         return 0
-    output.write_new(target, text, "--write")
+    write_new(target, text, "--write")
     nodes = made.sections.get("launch", {}).get("nodes", 1)
     options = "".join(f" {option} {shlex.quote(str(value))}" for option, value in made.options.items())
     if nodes > 1:

@@ -15,7 +15,7 @@ from shardwise.base.registered import provided
 from shardwise.cli import output
 from shardwise.cli.help import add_json
 from shardwise.launch import stop_requests
-from shardwise.runs.events import ending_text, newest_checkpoint
+from shardwise.runs.events import newest_checkpoint, recorded_ending
 from shardwise.runs.folder import RUNS, RunLock
 
 _POLL_SECONDS = 0.2
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
     is_elsewhere = holder is not None and holder["host"] != platform.node()
     if not is_here and not is_elsewhere:
-        raise ConfigError(f"no run is under way in {path}{ending_text(path)}")
+        raise ConfigError(f"no run is under way in {path}{recorded_ending(path)}")
     stop_requests.request(path, "`shardwise stop`")
     say = output.progress if arguments.json else output.line
     say(f"asked {shown} to stop after its current step, with a checkpoint")
@@ -60,6 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         while RunLock.is_held(path):
             time.sleep(_POLL_SECONDS)
         facts |= {"ended": True, "checkpoint_step": newest_checkpoint(path)}
-        further = [f"{shown} ended{ending_text(path)}"]
+        further = [f"{shown} ended{recorded_ending(path)}"]
     output.answer(facts, further, as_json=arguments.json)
     return 0

@@ -226,13 +226,13 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     if problems:
         raise ConfigError([*problems, *input_problems])
     assert layout is not None, "a layout that is refused is a problem"
-    from shardwise.train.summary import dry_run
+    from shardwise.train.summary import training_summary
 
     counts, sized, rows = _counted(chosen, cluster, [*rows, *input_rows])
     predicted = provided("predicted_step")(sized, layout, cluster) if cluster else None
     input_problems += predicted.problems if predicted else []
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
-    text = dry_run(
+    text = training_summary(
         run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),
         chosen,
         layout,
@@ -375,10 +375,10 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
 
     Rows tell the changes of their model by the recipe. A run that continues loads none.
     """
+    from shardwise.base.errors import StoreError
     from shardwise.checkpoint.format.model_files import model_differences
     from shardwise.checkpoint.storage.checkpoint_folders import loaded_weights_text
     from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_loaded_tokenizer
-    from shardwise.checkpoint.storage.root import StoreError
     from shardwise.checkpoint.storage.run_identity import continued_checkpoint
 
     problems = Problems()
@@ -502,7 +502,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
     from shardwise.launch.local import TRAINING, agent_ahead, launch
-    from shardwise.runs.events import newest_checkpoint_text
+    from shardwise.runs.events import newest_recorded_checkpoint
 
     notices.set_up(config.log.notify)
     # Both import torch's compiler, which takes as long as torch.
@@ -512,5 +512,5 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
         with agent_ahead(world, imports):
             launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
+        raise EndedError(f"{error}; {newest_recorded_checkpoint(arguments.run_dir)}", error.exit_code) from None
     return 0

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, EndedError, listing
+from shardwise.base.progress import progress
 from shardwise.base.registered import imported
-from shardwise.base.terminal import progress
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
 from shardwise.cli.train import load_recipe

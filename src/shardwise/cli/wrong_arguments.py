@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.config.other_names import ACTIONS, COMMANDS, UNSURE
 from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.recipe_files import recipe_names, recipe_text

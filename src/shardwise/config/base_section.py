@@ -1,9 +1,11 @@
-"""The base class of all configuration sections, and the rules of several keys."""
+"""The base class of all configuration sections, the rules of several keys, and the numbers that errors propose."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
@@ -173,3 +175,22 @@ def _yaml_text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(list(value) if isinstance(value, tuple) else value)
+
+
+def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
+    """The valid numbers nearest to a wrong `value`, for an error's message: the closest at or below and above it."""
+    numbers = sorted(set(valid))
+    place = bisect_right(numbers, value)
+    return numbers[max(place - 1, 0) : place + 1]
+
+
+def divisors(number: int) -> set[int]:
+    """All divisors of a number above 0, of which errors name the nearest, in time proportional to its square root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return {*small, *(number // n for n in small)}
+
+
+def nearest_multiples(value: int, step: int) -> list[int]:
+    """The closest positive multiples of `step` around a wrong `value`, for an error's message."""
+    below = value // step * step
+    return [number for number in (below, below + step) if number > 0]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from shardwise.base.errors import divisors, listing, nearest_numbers
+from shardwise.base.errors import listing
 from shardwise.config import families
+from shardwise.config.base_section import divisors, nearest_numbers
 from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 
 _MLPBias: TypeAlias = Annotated[bool, Field(description="biases in the feed-forward layer")]
@@ -52,6 +53,8 @@ _LayerTypes: TypeAlias = Annotated[
 
 
 def _layer_types(interval: int | None, default: str) -> Any:
+    """Return the field `layer_types`; without a window its default has none in any block."""
+
     def of_data(data: dict[str, Any]) -> tuple[_LayerType, ...]:
         return every_nth_full(interval if data.get("sliding_window") else 1, data.get("num_hidden_layers", 1))
 

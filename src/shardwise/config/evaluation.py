@@ -74,7 +74,7 @@ def _complete(values: object) -> object:
 
 
 def as_keys_of_set(text: str, name: Any) -> str:
-    """A message on keys of `DataConfig` with the keys of `evaluation.sets` in their place."""
+    """A message on keys of `data` with the configuration keys of `evaluation.sets` in their place."""
     keys = "|".join(DataConfig.model_fields)
     # In brackets stand values: a path may look like a key.
     return re.sub(rf"(?<![\w./(-])data\.(?=(?:{keys})\b)", f"evaluation.sets.{name}.", text)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from shardwise.base.errors import divisors, listing, nearest_numbers
-from shardwise.config.base_section import MOST_LAYERS, Origin, Section, reject
+from shardwise.base.errors import listing
+from shardwise.config.base_section import MOST_LAYERS, Origin, Section, divisors, nearest_numbers, reject
 from shardwise.config.hugging_face_names import ConfigFile, ExpertNames, WeightNames
 from shardwise.config.rope_scaling import rope_scaling_problems, scaling_with_one_type
 from shardwise.config.routing import Routing

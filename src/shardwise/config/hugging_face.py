@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import json_value, yaml_scalar
+from shardwise.base.yaml_and_json import json_value, yaml_scalar
 from shardwise.config.decoders import every_nth_full, every_nth_without_rope
 from shardwise.config.families import FamilyConfig
 from shardwise.config.hugging_face_names import other_config_fields
@@ -436,6 +436,7 @@ def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], i
 
 
 def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore: Collection[str]) -> list[str]:
+    """Return an error for the fields of the file that `model.ignore` names although they change the computation."""
     names = [name for name in ignore if name in values and _field_status(name, values[name], family) == "unsupported"]
     if not names:
         return []

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.base.parsing import read_mapping
+from shardwise.base.yaml_and_json import read_mapping
 
 ROUTER_BIAS = ".e_score_correction_bias"
 WITHOUT_GRADIENT = (ROUTER_BIAS,)
@@ -29,7 +29,7 @@ WITHOUT_GRADIENT = (ROUTER_BIAS,)
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The canonical names that a family of models has for the parts of a block with experts."""
+    """The names that a Hugging Face family has for the parts of a block with experts."""
 
     layer: str = "mlp"
     router: str = "gate"
@@ -116,7 +116,7 @@ def other_config_fields() -> _OtherFields:
 
 @dataclass(frozen=True)
 class WeightNames:
-    """The names that checkpoints of a family may hold beside the canonical ones.
+    """The Hugging Face names of a family's weights beside the canonical ones.
 
     Attributes:
         base: prefix that a file lacks if it was written from the model without its head.

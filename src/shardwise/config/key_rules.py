@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from shardwise.base.errors import divisors, listing, nearest_multiples, nearest_numbers, see
-from shardwise.config.base_section import RuleTable, broken_rules
+from shardwise.base.errors import listing, see
+from shardwise.config.base_section import RuleTable, broken_rules, divisors, nearest_multiples, nearest_numbers
 from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, DataConfig
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig

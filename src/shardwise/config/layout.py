@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.base import mesh_axes
-from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, raise_problems, see
+from shardwise.base.errors import ConfigError, listing, raise_problems, see
 from shardwise.base.units import counted
+from shardwise.config.base_section import divisors, nearest_multiples
 from shardwise.config.sections import TrainConfig
 
 
@@ -66,7 +67,7 @@ class Layout:
     @property
     def replicas_axis(self) -> str:
         """The name of the group of these ranks (`Mesh.replicas`)."""
-        return mesh_axes.replicas_name(self.data, self.context)
+        return mesh_axes.replica_axes_name(self.data, self.context)
 
     def alike_axis(self, parts: int) -> str:
         """The name of the group of ranks that hold the same experts, or the same one of so many parts of a bucket."""
@@ -165,7 +166,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LayoutStage:
     """A pipeline stage of a configured layout: consecutive blocks; the first has the embedding too, the last the head.
 
     Attributes:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config import key_rules
-from shardwise.config.base_section import RuleTable, broken_rules
+from shardwise.config.base_section import RuleTable, broken_rules, divisors, nearest_numbers
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.optimizer import OptimizerConfig
@@ -104,6 +104,7 @@ def _trace_problems(log: LogConfig, train: TrainConfig, resume: str | int, is_ne
 
 
 def _rank_problems(log: LogConfig, parallel: ParallelConfig, layout: Layout) -> list[str]:
+    """Refuse to trace ranks that the job does not have, and copies that do not divide its data-parallel ranks."""
     problems = []
     missing = [rank for rank in log.profile_ranks or () if rank >= layout.world]
     if missing:

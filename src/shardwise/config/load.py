@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, Problems, listing
 from shardwise.base.files import user_path
-from shardwise.base.parsing import parse_value, parse_yaml
+from shardwise.base.yaml_and_json import parse_value, parse_yaml
 from shardwise.config import hugging_face, recipe_files
 from shardwise.config.base_section import Origin, Section
 from shardwise.config.data import DataConfig

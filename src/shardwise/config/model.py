@@ -107,7 +107,7 @@ def family_config(model: ModelConfig) -> FamilyConfig | None:
 
 
 def weight_names(family: str) -> WeightNames:
-    """Return the weights' names for a value of the key `model.family`; a user's class has its own names alone."""
+    """Return the Hugging Face names for a value of the key `model.family`; a user's class has its own names alone."""
     if family not in FAMILIES:
         return WeightNames()
     return FAMILIES[family].weight_names

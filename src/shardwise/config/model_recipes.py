@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.run_config import Config
 from shardwise.config.token_counts import parse_tokens, tokens_text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.parsing import read_mapping
+from shardwise.base.yaml_and_json import read_mapping
 
 _RECORD = read_mapping(Path(__file__).with_suffix(".yaml"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.config.run_config import Config
 
 _RECIPES = Path(__file__).parent / "recipes"
@@ -93,7 +93,7 @@ def recipe_name(recipe: str) -> str:
 
 
 def own_data(recipe: str) -> str:
-    """The keys that name a user's own data, as a comment of the recipe has them."""
+    """The keys of a recipe that name a user's own data, as its comment has them."""
     comment = re.search(_OWN_DATA, recipe_text(recipe))
     return comment[1].strip() if comment else "data.path=YOUR_TEXT.jsonl"
 

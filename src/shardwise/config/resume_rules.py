@@ -94,7 +94,7 @@ def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[st
 
 
 def kept_batch(stored: Mapping[str, Any], train: TrainConfig) -> int | None:
-    """The global batch that the run keeps where `train` gives it by a rule; None where the rule is a new one.
+    """The global batch that a resumed run keeps where `train` gives it by a rule; None where the rule is a new one.
 
     A run of a version that had no rules keeps its number: nobody knows the rule by which it began.
     """

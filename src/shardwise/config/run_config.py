@@ -310,6 +310,7 @@ def with_steps(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Path,
 
 
 def _step_tokens(train: Any) -> int | None:
+    """Return the tokens of a step by a `train` section that is not checked yet; None if it does not tell."""
     if not isinstance(train, Mapping):
         return None
     batch = train.get("global_batch")

@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from shardwise.base.errors import divisors, listing, nearest_numbers
+from shardwise.base.errors import listing
+from shardwise.config.base_section import divisors, nearest_numbers
 from shardwise.config.decoders import SIZES_OF_LLAMA, DecoderConfig
 from shardwise.config.families import AttentionBias, Longest, NormedWidth, RotaryBase, default_sizes
 from shardwise.config.hugging_face_names import ConfigFile, ExpertNames, WeightNames

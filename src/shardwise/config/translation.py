@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from shardwise.base.parsing import parse_value, yaml_scalar
+from shardwise.base.yaml_and_json import parse_value, yaml_scalar
 from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
 from shardwise.config.pydantic_errors import known_paths
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from shardwise.base import files
 from shardwise.base.errors import DataError, see
-from shardwise.base.parsing import json_value
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
+from shardwise.base.yaml_and_json import json_value
 from shardwise.data.rows import PARTS, IntArray, Integers, Part, Sentences, TokenArray, json_digest
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.

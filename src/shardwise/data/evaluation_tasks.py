@@ -118,7 +118,7 @@ def longest_task_input(model: ModelConfig, train: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class ContinuationSettings:
-    """The `generation_kwargs` in the data of a task; `draws`: tokens are drawn, else the likeliest is taken."""
+    """The `generation_kwargs` in the data of an evaluation task; `draws`: tokens are drawn, not the likeliest."""
 
     max_tokens: int
     until: Sequence[str]
@@ -145,7 +145,7 @@ class ContinuationSettings:
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Keep out of logs and output what `lm_eval` and the libraries that load the data of tasks print."""
+    """Keep out of logs and output what `lm_eval` and the libraries that load data of evaluation tasks print."""
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
     # Its remarks on each attempt go to the standard error of its import.
     logger = logging.getLogger("huggingface_hub")

@@ -532,7 +532,7 @@ def gather_or_copy(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tenso
 
 
 def scatter_or_reduce(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """Reduce-scatter along the sequence, or all-reduce, the partial sums that a layer leaves on each rank."""
+    """Sum what a layer leaves on each rank: for its own rows (`scatter_sum_sequence`) or all (`reduce_from_group`)."""
     return _apply("scatter_sum" if sequence_parallel else "reduce", x, group)
 
 

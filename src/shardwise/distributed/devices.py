@@ -218,7 +218,9 @@ def use_flash_attention_3(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # which torch would prefer
 
 
-class _CapturedCall:
+class CapturedCall:
+    """A function of a CUDA device's tensors of equal shapes, which from call 4 on is replayed as a CUDA graph."""
+
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._calls = 0
@@ -243,12 +245,9 @@ class _CapturedCall:
         return self._result.clone()
 
 
-def captured_call(device: torch.device) -> _CapturedCall | None:
-    """A caller of a function of a CUDA device's tensors of equal shapes: from call 4 on it replays a CUDA graph.
-
-    None on other devices.
-    """
-    return _CapturedCall() if device.type == "cuda" else None
+def captured_call(device: torch.device) -> CapturedCall | None:
+    """A `CapturedCall` on a CUDA device; None on other devices."""
+    return CapturedCall() if device.type == "cuda" else None
 
 
 def least_flex_head_width(device: torch.device) -> int:

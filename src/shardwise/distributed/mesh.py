@@ -27,9 +27,8 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.base.errors import ArgumentError, LostPeerError, see
-from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, names_axis, replicas_name
-from shardwise.base.parsing import count_problems
+from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
+from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, names_axis, replica_axes_name
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 
@@ -427,7 +426,7 @@ class Mesh:
         return ExpertRanks(ranks.split(degree), Group() if len(alike) == 1 else ranks.pick(alike, ALIKE))
 
     def _replicas(self) -> Group:
-        name = replicas_name(self.dp.size, self.cp.size)
+        name = replica_axes_name(self.dp.size, self.cp.size)
         if name in (self.dp.name, self.cp.name):
             return self.dp if name == self.dp.name else self.cp
         # In a stage, ranks with the same place along the tensor-parallel axis.

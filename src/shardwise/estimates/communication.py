@@ -181,6 +181,7 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers:
         inputs = "inputs of attention and MLP, gathered again"
+        # Experts keep their routed rows: only an MLP gathers its input again.
         count = workload.layers + (workload.layers - _sparse_blocks(workload))
         transfers.append(_gather_transfer(workload, size, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
@@ -291,6 +292,7 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
 
 
 def _weight_scales(workload: RankWorkload) -> Transfer:
+    """The scales of a block's four weights, once a step."""
     count = 0 if workload.config.precision.matmul is None else workload.layers
     return _tensor_transfer(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.config import DtypeName
 
 DEVICE_FILES = Path(__file__).parent / "devices"

@@ -13,7 +13,7 @@ from functools import cache
 
 from shardwise.base.hardware import torch_version
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import (
     activation_stack,
@@ -196,6 +196,7 @@ def _gradient_bytes(workload: RankWorkload) -> int:
 
 
 def _state_bytes(workload: RankWorkload, *, master: int) -> int:
+    """Return the bytes of the states and of masters of so many bytes, on a data-parallel rank."""
     owned = [(bucket.elements // bucket.slices, bucket.is_orthogonalized) for bucket in bucket_shapes(workload)]
     elements = sum(count for count, _ in owned)
     matrices = sum(count for count, is_orthogonalized in owned if is_orthogonalized)
@@ -214,7 +215,7 @@ def _step_peak(workload: RankWorkload, in_flight: InFlightBytes | None = None) -
     return peak if in_flight is None else replace(peak, whole=peak.whole + in_flight.constant)
 
 
-def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlightBytes | None) -> PassBytes:
+def _pass(workload: RankWorkload, stage: LayoutStage, in_flight: InFlightBytes | None) -> PassBytes:
     """Return the bytes that one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
     A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
@@ -273,7 +274,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlightBytes | None)
     )
 
 
-def _kept_at_ends(workload: RankWorkload, stage: Stage) -> tuple[int, int]:
+def _kept_at_ends(workload: RankWorkload, stage: LayoutStage) -> tuple[int, int]:
     """Return what the embedding keeps, and what is kept between the last block and the loss."""
     embedding = 0
     if stage.is_first:
@@ -288,7 +289,7 @@ def _kept_at_ends(workload: RankWorkload, stage: Stage) -> tuple[int, int]:
     return embedding, last
 
 
-def _sends(workload: RankWorkload, stage: Stage) -> tuple[bool, bool]:
+def _sends(workload: RankWorkload, stage: LayoutStage) -> tuple[bool, bool]:
     """Return whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
     parallel = workload.config.parallel
     to_next, to_previous = (pipeline_rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
@@ -407,7 +408,7 @@ def _rotary_tables(workload: RankWorkload) -> int:
     return tables * workload.a * workload.config.train.sequence_length * workload.model.rotary_dim
 
 
-def _gradients_of_parts(workload: RankWorkload, stage: Stage) -> int:
+def _gradients_of_parts(workload: RankWorkload, stage: LayoutStage) -> int:
     """Return the bytes of the gradients that the layers behind attention have from parts of a rank's tokens.
 
     They are added in pairs: beside those of the part at work there is one sum for each level of the tree. Ranks that

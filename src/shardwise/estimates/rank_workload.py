@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision, Recompute
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.models.parameter_counts import LONG, LocalWidths
 from shardwise.pipeline.partition import stage_plan
 
@@ -37,7 +37,7 @@ class RankWorkload:
     local: LocalWidths
     accelerator: bool  # True if the run is on an accelerator
     pipeline_rank: int
-    stages: tuple[Stage, ...]  # stages of that rank; without a pipeline a single one, which is the model
+    stages: tuple[LayoutStage, ...]  # stages of that rank; without a pipeline a single one, which is the model
     imbalance: float = 1.0  # rows that routers send to this rank over those of balanced loads
 
     @staticmethod

@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Literal
 
 from shardwise.config import DTYPE_BYTES, FamilyConfig
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.estimates.activations import BlockStack
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.parameter_counts import EMBEDDING, HEAD, OUTSIDE, LocalParameter, LocalWidths, local_parameters
@@ -99,7 +99,7 @@ def bucket_shapes(workload: RankWorkload) -> tuple[BucketShape, ...]:
     return _shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds)
 
 
-_ModelPart = tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]]
+_ModelPart = tuple[FamilyConfig, int, bool, LocalWidths, tuple[LayoutStage, ...]]
 """The model, the tensor-parallel degree, sequence parallelism, the widths and the stages of a rank."""
 
 
@@ -173,7 +173,7 @@ class _GatherPass:
 class _StageGathers:
     """The gathers of the weights of one stage; `sizes`: bytes of the whole values of each freed bucket."""
 
-    def __init__(self, workload: RankWorkload, stage: Stage) -> None:
+    def __init__(self, workload: RankWorkload, stage: LayoutStage) -> None:
         width = DTYPE_BYTES[workload.precision.parameter]
         self._releases = workload.config.gather == "micro_batch"
         shapes = bucket_shapes(workload) if workload.frees_values else []
@@ -250,7 +250,7 @@ class _StageGathers:
         return _GatherPass(_GatherState(frozenset(gathered), frozenset(users)), sent, values)
 
 
-def _users(unit: int, stage: Stage, *, is_tied: bool) -> Iterator[int]:
+def _users(unit: int, stage: LayoutStage, *, is_tied: bool) -> Iterator[int]:
     """Yield the units of a stage that use a parameter of a unit: a tied weight is the embedding's and the head's."""
     if unit != EMBEDDING.unit:
         yield unit
@@ -365,7 +365,7 @@ class _Reductions:
         return most
 
 
-def _gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, dict[int, tuple[int, int]], int]:
+def _gradients_in_flight(workload: RankWorkload, stage: LayoutStage) -> tuple[ByUnit, dict[int, tuple[int, int]], int]:
     """Return bytes of gradients and their copies at each unit of a backward pass, before it, and those left at the end.
 
     With those before it come those while its experts get their gradients, which the rest of a block gets later.
@@ -435,14 +435,16 @@ class StageInFlightBytes:
     other_weights: int = 0
 
     @staticmethod
-    def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlightBytes:
+    def of_reduction(workload: RankWorkload, stage: LayoutStage) -> StageInFlightBytes:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
         if workload.frees_gradients or not any(_reduction_copies(workload, s) for s in bucket_shapes(workload)):
             return StageInFlightBytes(({}, {}), {}, {HEAD.unit: 0})
         return StageInFlightBytes(({}, {}), {}, *_gradients_in_flight(workload, stage)[:2])
 
     @staticmethod
-    def of(workload: RankWorkload, stage: Stage, gathers: _StageGathers, other_weights: int) -> StageInFlightBytes:
+    def of(
+        workload: RankWorkload, stage: LayoutStage, gathers: _StageGathers, other_weights: int
+    ) -> StageInFlightBytes:
         """All of it, in steps that are not the first."""
         first = gathers.forward(_GatherState())
         # In a pipeline, further forward passes come before the first backward pass, and weights may stay for these.

@@ -21,7 +21,7 @@ from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
 from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure
 from shardwise.launch.stop_requests import is_installed, signal_name
-from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_checkpoint_text, seconds_of
+from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_recorded_checkpoint, seconds_of
 from shardwise.runs.failure_record import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory, now, open_log, read_config
 
@@ -47,7 +47,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         if run_path is not None:
-            text = f"the run was {stopped}; {newest_checkpoint_text(run_path)}"
+            text = f"the run was {stopped}; {newest_recorded_checkpoint(run_path)}"
             # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
             code = RunError.exit_code if is_installed() else StoppedError.exit_code
             return Failure(rank, text, code)
@@ -62,6 +62,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
 
 
 def _words(failure: Failure, place: Rank | None, run_path: Path | None, began: float) -> str:
+    """Record the failure of a rank that no launcher of this package started; returns the text for the user."""
     if run_path is None:
         return failure.told
     resume = resume_command(run_path)
@@ -164,6 +165,7 @@ def resume_command(run: Path) -> str | None:
 
 
 def _checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `every` and `every_minutes` of a run's checkpoints; None for one that is unknown."""
     checkpoint = sections.get("checkpoint", {})
     every = checkpoint.get("every")
     minutes = checkpoint.get("every_minutes")
@@ -194,6 +196,7 @@ def _is_recorded(directory: RunDirectory, began: float) -> bool:
 
 
 def _log(run: Path, failure: Failure) -> str | None:
+    """Return the path of the log to read, relative to the run's folder; None without one."""
     if failure.log is not None:
         return str(Path(failure.log).relative_to(run)) if Path(failure.log).is_relative_to(run) else failure.log
     log = RunDirectory(run).log(failure.rank)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shardwise.base import files, parsing, redaction, terminal
+from shardwise.base import files, redaction, terminal, yaml_and_json
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.launch import rank_output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
@@ -108,7 +108,7 @@ def report_first_failure(failure: Failure) -> bool:
 def read_first_failure(path: Path) -> Failure | None:
     """Read the first failure of a job from the file of its launcher; None without one, or one that is cut short."""
     try:
-        return Failure(**parsing.json_value(path.read_text(encoding="utf-8")))
+        return Failure(**yaml_and_json.json_value(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
 
@@ -149,14 +149,17 @@ def stop_record(logs: Path) -> Path:
 
 
 def exit_codes_file(logs: Path) -> Path:
-    """Path of the file beside that of the first failure, with a node's failed ranks: exit codes, or minus signals."""
+    """Path of the file of a node's failed ranks: rank → exit code, or minus the signal.
+
+    It lies beside that of the first failure.
+    """
     return logs / "exit-codes.json"
 
 
 def read_exit_codes(logs: Path) -> dict[int, int]:
     """Read the exit codes of this node's failed ranks; {} if their agent could not write them."""
     try:
-        codes = parsing.json_value(exit_codes_file(logs).read_text(encoding="utf-8"))
+        codes = yaml_and_json.json_value(exit_codes_file(logs).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
     return {int(rank): code for rank, code in codes.items()}

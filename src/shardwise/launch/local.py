@@ -21,7 +21,7 @@ from types import FrameType
 from shardwise.base.errors import EndedError, LaunchError, RunError, StoppedError
 from shardwise.base.files import reason_of
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID, RANK_PROCESS
 from shardwise.launch.failed_run import failure_text, resume_command

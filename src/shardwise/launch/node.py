@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import RunError, ShardwiseError, counted_text, see
-from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
+from shardwise.base.yaml_and_json import json_value
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
 from shardwise.launch.first_failure import Failure
@@ -227,6 +227,8 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
 
 
 def _end_with(control: LauncherConnection, agent: subprocess.Popen[bytes]) -> None:
+    """Kill the agent and its ranks when the supervisor ends the attempt, or is gone."""
+
     def watch() -> None:
         while agent.poll() is None:
             if control.ended is not None:

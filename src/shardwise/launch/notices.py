@@ -143,6 +143,7 @@ def _words(command: str) -> list[str]:
 
 
 def _call(command: str, body: bytes) -> None:
+    """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
     # A session of its own: Ctrl-C ends the training, and not what tells of it.
     with Popen(_words(command), stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True) as process:
         try:

@@ -148,6 +148,7 @@ class ReplicatedEmbedding(placement.PlacedModule):
         return F.embedding(self._local(ids), self.weight)
 
     def _local(self, ids: Tensor) -> Tensor:
+        """Return the part of the ids whose rows this rank returns."""
         # Ids have no gradient, so this is a slice, and no rank sends anything.
         return collectives.split_sequence(ids, self.group) if self.sequence_parallel_enabled else ids
 

@@ -119,6 +119,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return each expert that has rows, with its run of the sorted rows."""
     ends = zip(counts, accumulate(counts), strict=True)
     return [(expert, slice(end - count, end)) for expert, (count, end) in enumerate(ends) if count]
 

@@ -222,6 +222,7 @@ class _ColumnParallel(placement.PlacedModule):
         return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
+        """Return a part of all ranks, each copy once."""
         gathered = collectives.gather_last(part, self.group)
         if copies == 1:
             return gathered
@@ -481,6 +482,7 @@ class RowParallelLinear(placement.PlacedModule):
         return row_parallel_sum((self, x))
 
     def _products(self, terms: Sequence[tuple[RowParallelLinear, Tensor]]) -> Tensor:
+        """Return this rank's term of the sum of several layers' outputs, of which this is the first."""
         total = _product(self, terms[0][1])
         for layer, x in terms[1:]:
             total = total + _product(layer, x)

@@ -117,6 +117,7 @@ class VocabularyShard:
         return loss.masked_fill(~counted, 0.0), column, is_local, counted
 
     def _row_sums(self, x_NV: Tensor) -> Tensor:
+        """Return the sums over this rank's columns, `[N]`."""
         return x_NV.sum(dim=1)
 
     def _without_padding(self, x_NV: Tensor) -> Tensor:

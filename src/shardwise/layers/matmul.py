@@ -182,6 +182,7 @@ def can_regather(x: Tensor, group: Group) -> bool:
 
 
 def _is_rewritten(x: Tensor) -> bool:
+    """Return whether torch rewrites or casts the matmuls of x itself."""
     return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
 
 
@@ -576,7 +577,7 @@ def define_add_product() -> None:
 
 @functools.cache
 def adds_products(device: torch.device) -> bool:
-    """True if one kernel of the device multiplies bfloat16 matrices and adds the product to a float32 one."""
+    """True if one matmul kernel of the device adds the product of bfloat16 matrices to a float32 one."""
     try:
         matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
         total = torch.ones(16, 16, dtype=torch.float32, device=device)

@@ -231,6 +231,7 @@ class Attention(nn.Module):
         return self._attend_dropping(q, k, v, tables, context)
 
     def _attend_dropping(self, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, context: BlockContext) -> Tensor:
+        """Return what `attend` does, and compute again what is not kept for the backward pass."""
         gathers = context.gathers_keys
         drops_rotated = tables is not None and self.drops_rotated
         sources: list[Recomputed] = []

@@ -79,6 +79,7 @@ def pipelined(model_class: type[nn.Module], *modules: str, batch_first: bool = T
 
 
 def _loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
+    """The sum of the cross-entropies of all targets that are not -100, in float32."""
     logits_NV = logits_SBV.float().flatten(0, 1)
     return F.cross_entropy(logits_NV, targets_SB.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 

@@ -121,6 +121,7 @@ class CausalLM(FamilyModel[_Config]):
 
     @property
     def _cuts_samples(self) -> bool:
+        """True if this rank, or each part of its tokens, has a part of each sample."""
         return self.shares_samples and (self.context_group.grain or self.context_group.size) > 1
 
     @cached_property

@@ -31,8 +31,8 @@ def _attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: 
     return 2.0 * model.num_attention_heads * model.head_dim * attended
 
 
-def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Return half the FLOPs of a token in a model's mean block, the multiply-adds: of its matrices, and attention."""
+def block_multiply_adds(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
+    """Return the multiply-adds (half the FLOPs) of a token in a model's mean block: its matrices, and its attention."""
     matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
     return matrices + _attention_work(model, sequence_length, count_masked=count_masked)
 
@@ -71,7 +71,7 @@ def flops_per_token(
     """
     if model.is_own:
         return None
-    blocks = model.num_hidden_layers * block_work(model, sequence_length, count_masked=count_masked)
+    blocks = model.num_hidden_layers * block_multiply_adds(model, sequence_length, count_masked=count_masked)
     return 6.0 * (blocks + head_work(model, sequence_length, predictions))
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardwise.config import FamilyConfig, ModelConfig
-from shardwise.config.layout import Layout, Stage
+from shardwise.config.layout import Layout, LayoutStage
 from shardwise.config.routing import Routing
 from shardwise.layers.chunks import vocabulary_rows
 from shardwise.optim.bucket_layout import UnitPlace
@@ -107,7 +107,7 @@ def local_parameter_count(
     tensor: int,
     *,
     vocab_multiple: int = 1,
-    stages: Sequence[Stage] | None = None,
+    stages: Sequence[LayoutStage] | None = None,
     block_matrices: bool = False,
 ) -> int | None:
     """Count the parameters of a model that one of t ranks holds, replicated ones and the vocabulary's padding included.
@@ -134,7 +134,7 @@ def elements_by_ranks(
     model: FamilyConfig,
     tensor: int,
     local: LocalWidths,
-    stages: tuple[Stage, ...] | None = None,
+    stages: tuple[LayoutStage, ...] | None = None,
     block_matrices: bool = False,
 ) -> Counter[int]:
     """Return the elements of `local_parameter_count`, by the number of ranks that divide their tensors among them."""
@@ -158,7 +158,7 @@ def elements_of_block(
 ) -> Counter[int]:
     """Count the parameters of one block with this router, as `elements_by_ranks` does."""
     elements: Counter[int] = Counter()
-    stage = _StageParameters(model, local, tensor, False, Stage(0, 0, range(0), 1), False)
+    stage = _StageParameters(model, local, tensor, False, LayoutStage(0, 0, range(0), 1), False)
     for parameter in stage.block(routing):
         if parameter.matrix or not only_matrices:
             elements[parameter.divided_over] += parameter.elements
@@ -171,8 +171,8 @@ def count_blocks(model: FamilyConfig, layers: range) -> tuple[tuple[Routing | No
     return tuple(Counter(map(model.routing, layers)).items())
 
 
-def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
-    return (Stage(0, 0, range(model.num_hidden_layers), 1),)
+def _whole_model(model: FamilyConfig) -> tuple[LayoutStage, ...]:
+    return (LayoutStage(0, 0, range(model.num_hidden_layers), 1),)
 
 
 @lru_cache(maxsize=64)
@@ -232,7 +232,7 @@ def local_parameters(
     sequence_parallel: bool = False,
     *,
     local: LocalWidths | None = None,
-    stages: Sequence[Stage] | None = None,
+    stages: Sequence[LayoutStage] | None = None,
 ) -> Iterator[LocalParameter]:
     """Yield the parameters that one of t ranks stores, of the whole model or of some stages, in the model's order.
 
@@ -257,7 +257,7 @@ class _StageParameters:
     local: LocalWidths
     tensor: int
     sequence_parallel: bool
-    stage: Stage
+    stage: LayoutStage
     at_both_ends: bool  # true if the embedding is tied, and its other end is on another pipeline rank
 
     def all(self) -> Iterator[LocalParameter]:

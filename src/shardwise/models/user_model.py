@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.base.errors import RAISED, ConfigError, error_text, listing, nearest_name, see
-from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
+from shardwise.base.files import SAFETENSORS_METADATA, is_printable_name
 from shardwise.base.user_code import load_user_object
 from shardwise.config import BITWISE, PLAIN_MODULE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
 from shardwise.config.key_rules import FP8_MULTIPLE
@@ -459,7 +459,7 @@ def storage_problems(model: nn.Module) -> list[str]:
             ],
             f"{{}}: a parameter's name must have printable characters only and not be "
             f"{SAFETENSORS_METADATA}, which safetensors uses: give it or its module another name": [
-                ascii(name) for name in names if not is_tensor_name(name)
+                ascii(name) for name in names if not is_printable_name(name)
             ],
         }
     )

@@ -99,6 +99,7 @@ class Bucket:
         self.attach_gradients()
 
     def _find_leaves(self) -> None:
+        """Find the tensors that get gradients, and the views into which these are summed."""
         self._gradient_views = self._views(self.gradients)
         self.head_gradients: Tensor | None = None
         self._leaves: list[tuple[Leaf, Tensor]] = [*zip(self.parameters, self._gradient_views, strict=True)]

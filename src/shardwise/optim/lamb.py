@@ -149,4 +149,5 @@ class LAMB(SliceOptimizer):
 
 
 def _direction(run: ElementRun) -> Tensor:
+    """Return the direction of some elements, once it has replaced their gradient."""
     return run.of(gradient_of(run.bucket))

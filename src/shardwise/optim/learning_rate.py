@@ -87,8 +87,8 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
     return end.rate + (start.rate - end.rate) * shape
 
 
-def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
-    """Compare the learning rates of a schedule that ends at another step than before a resume: a note, or None.
+def learning_rate_change_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
+    """Return a note on the learning rates of a schedule whose end a resume has moved; None if they are as before.
 
     Args:
         former_steps: `train.steps` before the run was resumed.

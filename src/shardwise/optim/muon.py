@@ -229,6 +229,7 @@ def _rate(group: dict[str, Any]) -> float:
 
 
 def _negative_rate(group: dict[str, Any], shape: tuple[int, ...]) -> float:
+    """Return the factor by which a matrix `[O, I]` of the group moves along its orthogonalized direction."""
     rows, columns = shape
     return -_rate(group) * _SCALES[group["adjust_lr_fn"]](rows, columns)
 

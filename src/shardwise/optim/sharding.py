@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config import Frequency, Rounding
+from shardwise.config.base_section import divisors, nearest_numbers
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import of_or_whole
 

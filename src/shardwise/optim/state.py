@@ -231,6 +231,7 @@ def begin_restoring(
 
 
 def _like(template: Any, value: Number) -> Any:
+    """Return a number as the class keeps it: a tensor of the template's dtype, an int or a float."""
     if isinstance(template, Tensor):
         return torch.full_like(template, float(value))
     return type(template)(float(value))

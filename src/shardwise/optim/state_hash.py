@@ -108,6 +108,7 @@ class StateSums:
 
 
 def _by_width(flats: Mapping[str, Tensor]) -> Iterable[dict[str, Tensor]]:
+    """Tensors of several states in groups of equally wide elements: a group is added up together."""
     groups: dict[int, dict[str, Tensor]] = {}
     for state, flat in flats.items():
         groups.setdefault(flat.itemsize, {})[state] = flat.view(_SIGNED[flat.itemsize])

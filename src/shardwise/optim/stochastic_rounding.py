@@ -249,6 +249,7 @@ class _FloatCopy:
 
 
 def _copy(value: Any) -> Any:
+    """Copy an entry of an optimizer's state, to float32 if it is rounded."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.float() if value.dtype == torch.bfloat16 else value.clone()

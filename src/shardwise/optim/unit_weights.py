@@ -135,6 +135,7 @@ class UnitWeights:
     # ---- passes
 
     def _acquire(self, unit: _Unit, step: int) -> None:
+        """Gather a unit, and start to gather the next ones in a direction."""
         for needed in (unit, *unit.following(step, self._prefetch)):
             for bucket in needed.buckets:
                 bucket.begin_gather()

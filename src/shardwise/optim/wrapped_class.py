@@ -340,6 +340,7 @@ class SliceOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _needs_whole_tensors(group: dict[str, Any]) -> bool:
+        """Return whether the update of a parameter group needs more than each element by itself."""
         raise NotImplementedError
 
     def whole_tensor_groups(self) -> list[int]:

@@ -223,6 +223,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return torch.device("cpu") if first.type == "meta" else first
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
+        """Broadcast the first rank's values of a group's parameters; put the trained ones into buckets. Collective."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
             draw_outside_buckets(p)
@@ -411,6 +412,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return self._reduce(measures_weights=False)[0]
 
     def _final_norm(self) -> Tensor:
+        """The gradient norm; raises if the gradients were changed after they were reduced. Collective."""
         norms = self._reduce(measures_weights=False)
         for bucket in self.buckets:
             bucket.check_gradients()

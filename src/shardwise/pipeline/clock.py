@@ -113,15 +113,15 @@ class Clock:
         return seconds
 
 
-def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
-    """Name the messages between pipeline stages, `P2POp`s, as a trace shows them, and return them."""
+def name_stage_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
+    """Name `P2POp`s between pipeline stages by their stage and micro-batch, and return them."""
     for message in messages:
         message.traced_as = _trace_name(kind, stage, micro_batch)
     return messages
 
 
-def message_name(message: Any) -> str:
-    """Return a stage message's name, given by `name_messages`; only messages that open connections have none."""
+def stage_message_name(message: Any) -> str:
+    """Return the name by `name_stage_messages`; only messages that open connections have none."""
     name: str = getattr(message, "traced_as", "opening of connections")
     return name
 

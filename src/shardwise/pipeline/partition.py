@@ -6,13 +6,13 @@ from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
-from shardwise.models.flops import block_work, head_work
+from shardwise.models.flops import block_multiply_adds, head_work
 from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
 
-def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
+def stage_plan(config: Config, layout: Layout) -> tuple[LayoutStage, ...]:
     """Return the stages of the model, in its order: as `parallel.stages` says, else balanced by work.
 
     If ranks have several stages, all stages have equally many blocks. Without a pipeline there is one stage; of a model
@@ -36,7 +36,7 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
 
 
-def partition_by_rank(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+def partition_by_rank(config: Config, layout: Layout) -> list[tuple[list[LayoutStage], int | None]]:
     """The stages of each rank in a pipeline's partition, and the elements of their parameters with padding, or None."""
     plan = stage_plan(config, layout)
     model = config.shapes
@@ -48,11 +48,11 @@ def partition_by_rank(config: Config, layout: Layout) -> list[tuple[list[Stage],
 
 
 @lru_cache(maxsize=2**10)
-def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[Stage, ...]:
+def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[LayoutStage, ...]:
     parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule)
     numbered = enumerate(zip(sizes, accumulate(sizes), strict=True))
     return tuple(
-        Stage(n, pipeline_rank_of(parallel, n), range(end - size, end), len(sizes)) for n, (size, end) in numbered
+        LayoutStage(n, pipeline_rank_of(parallel, n), range(end - size, end), len(sizes)) for n, (size, end) in numbered
     )
 
 
@@ -67,7 +67,7 @@ def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
 @lru_cache(maxsize=64)
 def _head_in_blocks(model: FamilyConfig, length: int, predictions: int | None) -> float:
     """Return the work of all that follows the last block, in units of a block."""
-    return head_work(model, length, predictions) / block_work(model, length)
+    return head_work(model, length, predictions) / block_multiply_adds(model, length)
 
 
 @lru_cache(maxsize=2**10)

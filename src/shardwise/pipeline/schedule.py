@@ -18,14 +18,14 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from shardwise.base.errors import ConfigError, LostPeerError, see
 from shardwise.config import ParallelConfig
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
 from shardwise.layers.embedding import head_leaf
 from shardwise.pipeline.action_order import BACKWARD, FORWARD, INPUT, WEIGHTS
-from shardwise.pipeline.clock import Clock, StepTiming, name_messages
+from shardwise.pipeline.clock import Clock, StepTiming, name_stage_messages
 from shardwise.pipeline.stages import Compute, Stages
 
 TORCH_SCHEDULES: dict[str, Any] = {
@@ -157,7 +157,7 @@ class Pipeline:
 class _Submodule(nn.Module):
     """The module that torch calls for a stage: it runs the step's `compute` on the stage's model."""
 
-    def __init__(self, stage: Stage, model: nn.Module) -> None:
+    def __init__(self, stage: LayoutStage, model: nn.Module) -> None:
         super().__init__()
         self.stage = stage
         self.model = model
@@ -298,13 +298,14 @@ class _Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _allocate_buffers(self.args_recv_info[fwd_chunk_id], self._message, self.device)
-        receives = name_messages(super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id)
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        receives = name_stage_messages(ops, "receive", self.stage_index, fwd_chunk_id)
         return self._awaiting(receives, self._name("x", fwd_chunk_id, -1))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         _allocate_buffers(self.grad_recv_info[bwd_chunk_id], self._message.detach(), self.device)
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        receives = name_messages(ops, "receive of the gradient", self.stage_index, bwd_chunk_id)
+        receives = name_stage_messages(ops, "receive of the gradient", self.stage_index, bwd_chunk_id)
         return self._awaiting(receives, self._name("the gradient of x", bwd_chunk_id, 1))
 
     def _name(self, tensor: str, micro_batch: int, step: int) -> str:
@@ -324,12 +325,12 @@ class _Stage(PipelineStage):
             self.awaited.remove(message)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        sends = name_messages(super().get_fwd_send_ops(fwd_chunk_id), "send", self.stage_index, fwd_chunk_id)
+        sends = name_stage_messages(super().get_fwd_send_ops(fwd_chunk_id), "send", self.stage_index, fwd_chunk_id)
         return self._counted(sends)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         ops = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._counted(name_messages(ops, "send of the gradient", self.stage_index, bwd_chunk_id))
+        return self._counted(name_stage_messages(ops, "send of the gradient", self.stage_index, bwd_chunk_id))
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._on_reduction(self._module.model)

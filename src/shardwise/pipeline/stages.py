@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -26,14 +26,14 @@ class Stages(nn.ModuleList):
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.plan: list[Stage] = []
+        self.plan: list[LayoutStage] = []
 
-    def add(self, stage: Stage, model: nn.Module) -> None:
+    def add(self, stage: LayoutStage, model: nn.Module) -> None:
         """Append the next stage."""
         self.plan.append(stage)
         self.append(model)
 
-    def pairs(self) -> Iterator[tuple[Stage, nn.Module]]:
+    def pairs(self) -> Iterator[tuple[LayoutStage, nn.Module]]:
         """Each stage with its model."""
         return zip(self.plan, self, strict=True)
 
@@ -107,7 +107,7 @@ micro-batch. It returns the stage's x, or the losses if it is the last stage.
 def relay(
     model: nn.Module, parallel: ParallelConfig | None, mesh: Mesh, compute: Compute, shapes: Sequence[tuple[int, int]]
 ) -> None:
-    """Run `compute` on every micro-batch in all stages of a pipeline, each with the output of the last; collective.
+    """Run `compute` on every micro-batch in all stages, each with the output of the stage before. Collective.
 
     A round of as many micro-batches as there are pipeline ranks passes through a rank's first stage, then through its
     next: all ranks work at once, and little is held. Where the last rank sends to the first, a round is one shorter:

@@ -41,16 +41,16 @@ def number(value: Any, default: float = math.nan) -> float:
         return default
 
 
-def ending_text(run_path: Path) -> str:
-    """Return how a run ended by its events, in words to add to a message; empty if no event is of its end."""
+def recorded_ending(run_path: Path) -> str:
+    """Read from a run's events how it ended, in words to add to a message; empty if no event is of its end."""
     stop = last_event(run_path, "stop")
-    saved = newest_checkpoint_text(run_path, "")
+    saved = newest_recorded_checkpoint(run_path, "")
     ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
     return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
 
 
-def newest_checkpoint_text(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
-    """Name the newest checkpoint of a run by its events: until a resumed run saves one, that from which it resumed.
+def newest_recorded_checkpoint(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
+    """Read from a run's events its newest checkpoint: until a resumed run saves one, that from which it resumed.
 
     Args:
         nothing: text to return if there is none.
@@ -82,11 +82,11 @@ def _last_step(run_path: Path, *kinds: str) -> int:
 
 def last_event(run_path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
     """Return the last event of these kinds in metrics.jsonl, not later than `until` in seconds since the epoch."""
-    return last_line(RunDirectory(run_path).metrics, *kinds, until=until)
+    return last_event_line(RunDirectory(run_path).metrics, *kinds, until=until)
 
 
-def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
-    """Return the last event of these kinds of a run. The file is searched from its end, as it may have gigabytes."""
+def last_event_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
+    """Return the last event of these kinds in a run's file. It is searched from its end, as it may have gigabytes."""
     try:
         with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines) if until == math.inf else _end(lines, until)
@@ -121,10 +121,10 @@ def _end(lines: mmap, until: float) -> int:
 
 
 def local_ranks(run: RunDirectory) -> int | None:
-    """Read the number of ranks of the last start from a run's events; None if unknown, or other machines had some."""
+    """Read from a run's events the number of ranks of its last start; None if unknown, or other machines had some."""
     ranks = (last_event(run.path, "start") or {}).get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         return None
     # A machine has neighbouring ranks: the first and the last one tell of all.
-    starts = [last_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
+    starts = [last_event_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
     return ranks if all(start.get("host") == platform.node() for start in starts) else None

@@ -48,9 +48,9 @@ from typing import Any, TextIO
 
 from shardwise.base import files
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.base.parsing import count_of, read_mapping
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
+from shardwise.base.yaml_and_json import count_of, read_mapping
 from shardwise.runs.json_records import read_record, record_of_json
 
 RUNS = Path("runs")
@@ -401,6 +401,7 @@ def _numbered(path: Path) -> Path:
 
 
 def _record(path: Path) -> dict[str, Any]:
+    """Return the record in a file; {} if the file cannot be read, or is damaged."""
     with contextlib.suppress(OSError, ValueError):
         return read_record(path)
     return {}
@@ -567,6 +568,7 @@ class FollowedFolder:
 
 
 def _is_at(status: os.stat_result, path: Path) -> bool:
+    """Return whether a path leads to a file, and not through a link."""
     try:
         return os.path.samestat(status, path.lstat())
     except OSError:

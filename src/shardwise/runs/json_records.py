@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import count_of, json_value
+from shardwise.base.yaml_and_json import count_of, json_value
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -84,6 +84,7 @@ def _mapping_of(kind: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any] | 
 
 
 def _stages(value: Any) -> list[dict[str, Any]] | None:
+    """Seconds of the passes of each pipeline stage."""
     if not isinstance(value, list):
         return None
     stages = [_mapping_of(_amount)(stage) or {} for stage in value]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.base.mesh_axes import AXES, layout_text
-from shardwise.base.parsing import count_of
+from shardwise.base.yaml_and_json import count_of
 
 ONE_PROCESS = "one process"
 

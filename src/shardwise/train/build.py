@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError, listing, nearest_name
+from shardwise.base.errors import ConfigError, StoreError, listing, nearest_name
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
 from shardwise.checkpoint.save import KeptCheckpoints, Saver
 from shardwise.checkpoint.storage.checkpoint_choice import recorded_return
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
 from shardwise.config.sections import HooksConfig
 from shardwise.data import EvaluationSets, PreparedData

@@ -54,7 +54,7 @@ def _allocator_line(device: torch.device) -> str:
 
 
 def memory_for_steps(device: torch.device, ranks: int) -> int | None:
-    """Check how many bytes of a device each rank of this machine may use to train; None if nobody knows.
+    """Return how many bytes of a device each rank of this machine may use to train; None if nobody knows.
 
     Ranks on the CPU share what the machine has available.
     """

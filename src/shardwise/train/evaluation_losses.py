@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.config import ParallelConfig
 from shardwise.data.samples.batch import Batches
 from shardwise.distributed import collectives, devices

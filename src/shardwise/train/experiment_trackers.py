@@ -48,6 +48,7 @@ def require_trackers(trackers: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_without_key() -> bool:
+    """True if W&B would ask for a key, which a training cannot answer."""
     wandb: Any = importlib.import_module("wandb")
     if os.environ.get("WANDB_MODE", "online") != "online":
         return False

@@ -31,7 +31,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise import __version__
-from shardwise.base import files, parsing, units
+from shardwise.base import files, units, yaml_and_json
 from shardwise.base.files import reason_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
@@ -183,6 +183,7 @@ class MemoryCopies:
         return self._mesh.world.rank % self._per_node == 0
 
     def _agreed(self, problem: str | None) -> str | None:
+        """The first problem that any rank of the group has, on every rank. Collective."""
         return next(iter(collectives.union([] if problem is None else [problem], self._group)), None)
 
     def _lack_of_memory(self, memory: Path) -> str | None:
@@ -231,6 +232,7 @@ class MemoryCopies:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def _shapes(self) -> list[list[Any]]:
+        """Name, number of values and dtype of each bucket, then of each frozen parameter."""
         buckets = [["", len(bucket.master), str(bucket.master.dtype)] for bucket in self._optimizer.buckets]
         return buckets + [[piece.name, target.numel(), str(target.dtype)] for piece, target in self._frozen()]
 
@@ -265,6 +267,7 @@ class MemoryCopies:
             send.wait()
 
     def _send(self, part: _CopyPart, target: int) -> list[Pending]:
+        """Start to send the length and the bytes of a part."""
         content = self._files.content(part)
         return [collectives.send(tensor, self._group, target) for tensor in (torch.tensor([content.numel()]), content)]
 
@@ -280,6 +283,7 @@ class MemoryCopies:
             self._receive_problem = f"{self._files.path}: {reason_of(error)}"
 
     def _valid_parts(self) -> list[_CopyPart]:
+        """The parts on this node, of this rank and of the one that sends its own, from which this run can continue."""
         valid = []
         for part in self._files.parts():
             content = self._files.read(part) if part.rank in self._ranks_kept else None
@@ -290,6 +294,7 @@ class MemoryCopies:
         return valid
 
     def _fetch(self, rank_nodes: Sequence[str], nodes: Mapping[str, Container[_CopyPart]], step: int) -> int:
+        """Bring to each node the parts of its ranks that it lacks; returns their number. Collective."""
         received = 0
         for rank, node in enumerate(rank_nodes):
             part = _CopyPart(rank, step)
@@ -340,6 +345,7 @@ def _is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bo
 
 
 def _newest_complete_step(nodes: Mapping[str, Iterable[_CopyPart]], world: int) -> int | None:
+    """The newest step of which some node has the part of each rank."""
     present = {part for parts in nodes.values() for part in parts}
     steps = sorted({step for _, step in present}, reverse=True)
     return next((step for step in steps if all(_CopyPart(rank, step) in present for rank in range(world))), None)
@@ -428,7 +434,7 @@ class _CopyFiles:
             if checked and xxhash.xxh3_128(data[:-_DIGEST_BYTES]).digest() != bytes(data[-_DIGEST_BYTES:]):
                 return None
             end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
-            header = parsing.json_value(bytes(data[_HEADER_BYTES:end]))
+            header = yaml_and_json.json_value(bytes(data[_HEADER_BYTES:end]))
             is_named_so = (header["rank"], header["step"]) == part
         except (OSError, ValueError, KeyError, TypeError):
             return None

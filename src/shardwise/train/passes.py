@@ -137,6 +137,7 @@ class Passes:
         return sums
 
     def _count_rows(self, balance: Balance, compute: Compute, micro_batches: list[MicroBatch]) -> None:
+        """Count the loads of the global batch, which objectives of routers need beforehand. Collective."""
         from shardwise.layers.balance import counted
 
         parts = self._mesh.tp.size if self._layout.sequence_parallel else 1

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.config import Config, Layout
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.pipeline import schedule_picture as picture
 from shardwise.pipeline.partition import partition_by_rank
@@ -21,7 +21,9 @@ _PLAIN_WIDTH = 120  # characters of a line of the picture where there is no term
 
 
 def _rank_table(
-    layout: Layout, stages_by_rank: Sequence[tuple[list[Stage], int | None]], memory: Sequence[MemoryEstimate] | None
+    layout: Layout,
+    stages_by_rank: Sequence[tuple[list[LayoutStage], int | None]],
+    memory: Sequence[MemoryEstimate] | None,
 ) -> list[str]:
     """For each pipeline rank: its name, its global ranks, its blocks by stage; where known, parameters, activations."""
     rows = []

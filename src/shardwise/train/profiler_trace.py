@@ -35,6 +35,7 @@ def no_trace_text(settings: LogConfig, before: int, end: int) -> str | None:
 
 
 def _traced_steps(settings: LogConfig, before: int, done: int) -> range:
+    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
     steps = settings.profile_steps or range(0)
     return range(max(steps.start, before + 1), min(steps.stop, done + 1))
 
@@ -79,6 +80,6 @@ class Trace:
         self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))
         self._recording.enter_context(profiler)
         if self._pipelined:
-            from shardwise.pipeline.clock import message_name
+            from shardwise.pipeline.clock import stage_message_name
 
-            self._recording.enter_context(named_messages(message_name))
+            self._recording.enter_context(named_messages(stage_message_name))

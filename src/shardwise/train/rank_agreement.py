@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import by_dotted_key
+from shardwise.base.yaml_and_json import by_dotted_key
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Group, Mesh, join
@@ -120,6 +120,7 @@ def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str]
 
 
 def _refuse_differences(values: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
+    """Raise ConfigError on every rank where any rank's values are not those of the first. Collective."""
     differences = []
     for name in {**first, **values}:
         if first.get(name) != values.get(name):

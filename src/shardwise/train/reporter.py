@@ -531,6 +531,7 @@ class Reporter:
         }
 
     def _recorded(self, name: str, step: int) -> dict[str, Any]:
+        """The last event of this name and step in the folder's metrics, read on rank 0; {} where there is none."""
         events = [] if self._metrics is None else self.run.events(name)
         return next((event for event in reversed(list(events)) if event.get("step") == step), {})
 

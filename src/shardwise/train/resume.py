@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.base.errors import ConfigError, RunError, see
+from shardwise.base.errors import ConfigError, RunError, StoreError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints, find_resumable_checkpoints, goes_back
 from shardwise.checkpoint.storage.checkpoint_folders import (
@@ -33,7 +33,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
     require_step,
     step_name,
 )
-from shardwise.checkpoint.storage.root import Root, StoreError, answer_in_time, require_writable_folder
+from shardwise.checkpoint.storage.root import Root, answer_in_time, require_writable_folder
 from shardwise.config import Config, changed_size_stages, data_position_after
 from shardwise.data import PreparedData, continued_stages
 from shardwise.data.samples.batch import BlendedBatches

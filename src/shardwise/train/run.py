@@ -26,7 +26,7 @@ from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
-from shardwise.optim.learning_rate import moved_end_text
+from shardwise.optim.learning_rate import learning_rate_change_text
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_run_trainer
 from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.device_checks import config_for_device_memory, out_of_memory_text, require_device
@@ -229,6 +229,7 @@ def _phase(progress: Progress) -> str:
 
 
 def _with_one_batch(config: Config, mesh: Mesh) -> Config:
+    """`config` with rank 0's global batch, where the recipe has a rule for it. Collective."""
     # A run that is resumed keeps the number in its folder, which other machines may not see.
     if config.train.rule is None:
         return config
@@ -332,6 +333,7 @@ def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None
 
 
 def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
+    """Restore the newest state, of the nodes' memory or of the disk; None where a training begins. Collective."""
     start = time.perf_counter()
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)
@@ -347,6 +349,7 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
 
 
 def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume
@@ -362,7 +365,7 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
         )
     reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, resumed.seconds)
     if opened.folder.former_steps is not None:
-        moved_end = moved_end_text(
+        moved_end = learning_rate_change_text(
             opened.config.optimizer, opened.config.train.steps, opened.folder.former_steps, manifest.step
         )
         if moved_end is not None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import hub
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, StoreError
 from shardwise.base.files import user_path
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import dump_yaml
+from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, resumed_companions
 from shardwise.checkpoint.format.weight_files import resolve_weights
 from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
-from shardwise.checkpoint.storage.root import Root, StoreError, is_url
+from shardwise.checkpoint.storage.root import Root, is_url
 from shardwise.checkpoint.storage.run_identity import RunOwner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, kept_batch_note, resume_changes
 from shardwise.data import EvaluationSets, PreparedData, prepare_evaluation_sets

@@ -2,7 +2,7 @@
 
 Losses by source are those that the forward pass computes anyway. Loads are over the whole global batch and all blocks.
 
-Shapes: K = sources of a mixture; of experts L = blocks of the whole model that have some, N = most experts of a block,
+Shapes: M = sources of a mixture; of experts L = blocks of the whole model that have some, N = most experts of a block,
 K = `SUMS` of `config/routing.py`.
 """
 
@@ -37,7 +37,7 @@ class SourceLosses:
     def __init__(self, batches: BlendedBatches, mesh: Mesh) -> None:
         self._batches = batches
         self._mesh = mesh
-        self._sums_2K = torch.zeros(2, len(batches.batches), device=mesh.device)
+        self._sums_2M = torch.zeros(2, len(batches.batches), device=mesh.device)
 
     @contextmanager
     def of_batch(self, batch: MicroBatch) -> Iterator[None]:
@@ -47,14 +47,14 @@ class SourceLosses:
             yield
         if losses.sums is not None:
             sources_B = torch.from_numpy(self._batches.sources(batch.samples))
-            self._sums_2K.index_add_(1, devices.to_device(sources_B, self._mesh.device), losses.sums)
+            self._sums_2M.index_add_(1, devices.to_device(sources_B, self._mesh.device), losses.sums)
 
     def take(self) -> Tensor:
-        """Return the sums over all ranks, `[2, K]`, and begin anew. Collective over data and pipeline parallelism."""
-        sums_2K = collectives.all_reduce_(self._sums_2K, self._mesh.replicas)
-        sums_2K = collectives.all_reduce_(sums_2K, self._mesh.pp)
-        self._sums_2K = torch.zeros_like(sums_2K)
-        return sums_2K
+        """Return the sums over all ranks, `[2, M]`, and begin anew. Collective over data and pipeline parallelism."""
+        sums_2M = collectives.all_reduce_(self._sums_2M, self._mesh.replicas)
+        sums_2M = collectives.all_reduce_(sums_2M, self._mesh.pp)
+        self._sums_2M = torch.zeros_like(sums_2M)
+        return sums_2M
 
     def record(self, totals: Sequence[float], position: int) -> StepDetail:
         """Return the numbers of each source: the mean loss of its targets, and its samples so far, with their share.

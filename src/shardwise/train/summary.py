@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.base.parsing import dump_yaml
+from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.config import Config, Layout, ModelConfig, Precision, size_stages_of, tokens_of_run
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import (
@@ -84,7 +84,7 @@ class PredictedStep:
     problems: Sequence[str] = ()  # the reason why no rank can hold its part, if so
 
 
-def dry_run(
+def training_summary(
     recipe: str,
     config: Config,
     layout: Layout,
@@ -99,7 +99,7 @@ def dry_run(
     counts: OwnShapes | None = None,
     as_json: bool = False,
 ) -> str:
-    """The summary of a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
+    """The summary of a training as comments, then its keys as YAML: the text can be saved as a recipe.
 
     Args:
         predicted: prediction for other machines; None for this machine.
@@ -508,7 +508,7 @@ def _numbers(precision: Precision) -> str:
     return rounding + moments
 
 
-def _named(stages: list[Stage]) -> str:
+def _named(stages: list[LayoutStage]) -> str:
     """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
     embedding = ", embedding" if any(stage.is_first for stage in stages) else ""
     head = ", head" if any(stage.is_last for stage in stages) else ""

@@ -106,6 +106,7 @@ def _save_checkpoint(trainer: Trainer, root: Path) -> Path:
 
 
 def _resumed_trainer(config: Config, cell: Cell, folder: Path, choices: RecordedChoices | None = None) -> Trainer:
+    """Build a trainer that continues from a checkpoint. Collective."""
     trainer = make_trainer(config, cell, choices)
     checkpoint = Root.of(str(folder))
     manifest = read_manifest(checkpoint, trainer.mesh.world)

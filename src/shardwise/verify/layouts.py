@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
+from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.mesh_axes import layout_text
-from shardwise.base.parsing import parse_value
+from shardwise.base.yaml_and_json import parse_value
 from shardwise.config import Config, Recompute, Schedule
+from shardwise.config.base_section import divisors
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 
 ALL = "all"

@@ -20,8 +20,8 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import NoLocksError, cache_root, free_bytes, lock, reason_of
 from shardwise.base.hardware import accelerators, available_memory, cpu_count, torch_version
-from shardwise.base.parsing import whole_number
 from shardwise.base.units import counted, size
+from shardwise.base.yaml_and_json import whole_number
 from shardwise.launch.environment import joined, unjoined
 from shardwise.launch.external_launchers import task_of
 

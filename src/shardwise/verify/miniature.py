@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from shardwise.base.errors import ConfigError, divisors
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Matmul, ModelConfig, check_layout, config_from_sections
+from shardwise.config.base_section import divisors
 from shardwise.config.key_rules import FP8_MULTIPLE
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import SCHEDULES

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError, RunError, listing
+from shardwise.base.errors import ConfigError, RunError, StoreError, listing
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import dump_yaml
+from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, summarize_checkpoints
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import CheckpointConfig, Config, apply_overrides, config_from_sections, fixed_changes
 from shardwise.launch.environment import REPLAY
 from shardwise.runs.folder import RunDirectory, read_config

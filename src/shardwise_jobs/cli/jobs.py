@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.cli import output
-from shardwise.runs.events import ending_text, seconds_of
+from shardwise.runs.events import recorded_ending, seconds_of
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise_jobs import jobs, slurm_commands
 from shardwise_jobs.restarts import AttemptEnding, history
@@ -94,7 +94,7 @@ def _show(state: jobs.JobState) -> None:
     ended = min(later_jobs, default=float("inf"))
     resumed = [event for event in RunDirectory(state.run).events("resume") if began <= seconds_of(event) < ended]
     loading = sum(event.get("load_seconds") or 0.0 for event in resumed)
-    output.table([*rows, *jobs.job_goodput(endings, loading)])
+    output.table([*rows, *jobs.submitted_job_goodput(endings, loading)])
     failure = open_run(state.run, all_steps=False).failure if RunDirectory(state.run).holds_run else None
     # A failure of another job of the run is told by the record of that job's starts.
     if failure is not None and began <= seconds_of(asdict(failure)) < ended:
@@ -163,4 +163,4 @@ def _follow(log: Path, job: str, run_path: Path) -> None:
                 output.progress(waits)
             said = waits
         time.sleep(_POLL_SECONDS if present else 0)
-    output.line(f"job {job} has ended{ending_text(run_path)}")
+    output.line(f"job {job} has ended{recorded_ending(run_path)}")

@@ -143,8 +143,8 @@ class _Checked:
 
     job: JobPlan
     layout: Layout
-    notes: list[str]
-    machines: Cluster | None
+    notes: list[str]  # on numbers of nodes that cannot be filled, and accelerators without a request
+    machines: Cluster | None  # devices that `--device` names; None without it
     inputs: list[tuple[str, str]]
     warnings: list[tuple[str, str]]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import write_new
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from_sections, size_stages_of
 from shardwise_plan import device_seconds, device_specs
@@ -84,7 +85,7 @@ def _write_device_file(path: Path, device: device_specs.Device, facts: Mapping[s
     device_specs.require_device_suffix(path, "--write")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = f"corrected {today} by run {name}, {facts['steps']} steps"
-    output.write_new(path, device_specs.changed_device_text(device, facts["constants"], source), "--write")
+    write_new(path, device_specs.changed_device_text(device, facts["constants"], source), "--write")
     output.progress(f"wrote {path}; plan with: shardwise plan RECIPE --device {path}")
 
 

@@ -10,9 +10,9 @@ from functools import partial
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import whole_number
 from shardwise.base.prices import Price
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
+from shardwise.base.yaml_and_json import whole_number
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.config.learning_rate_specs import LEARNING_RATES

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import dump_yaml
+from shardwise.base.files import write_new
 from shardwise.base.prices import Price
+from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.train import load_recipe
@@ -167,7 +168,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         plan = listed[arguments.layout - 1] if arguments.layout else recommended_plan(listed)
         training, replaced = _training(target, recipe, devices[0], plan)
         commands = {f"Write its recipe and train it{replaced}": [f"{_command(arguments)} --write {target}", training]}
-        output.write_new(arguments.html, plan_page(recipe_name(recipe), chosen, listed, plan, commands), "--html")
+        write_new(arguments.html, plan_page(recipe_name(recipe), chosen, listed, plan, commands), "--html")
         output.progress(f"wrote {arguments.html}")
     if arguments.why is not None:
         _show_differences(listed, *arguments.why)
@@ -266,7 +267,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     if not plan.calendar.is_given:
         # The list assumes the interval that costs least; a training that is shorter has no use for one.
         values.setdefault("checkpoint", {})["every_minutes"] = max(1.0, round(plan.calendar.interval / 60, 1))
-    output.write_new(path, text + dump_yaml(values), "--write")
+    write_new(path, text + dump_yaml(values), "--write")
     command, replaced = _training(path, recipe, device, plan)
     ranges = time_range_text(plan)
     doubt = f", which leaves {units.size(plan.headroom)} of memory and may not fit" if plan.is_tight else ""

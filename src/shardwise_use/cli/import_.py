@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path, write_atomic
-from shardwise.base.parsing import dump_yaml, parse_value
 from shardwise.base.units import counted, size
+from shardwise.base.yaml_and_json import dump_yaml, parse_value
 from shardwise.checkpoint.format.weight_files import resolve_weights
 from shardwise.checkpoint.storage.root import answering_root, is_url
 from shardwise.cli import output

@@ -12,17 +12,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ConfigError, keys_renamed, listing
+from shardwise.base.errors import ConfigError, StoreError, keys_renamed, listing
 from shardwise.base.files import reason_of, user_path, write_files
 from shardwise.base.hardware import accelerators
 from shardwise.base.hub import holds_tokenizer
 from shardwise.base.mesh_axes import DIVIDING_KEYS
-from shardwise.base.parsing import json_object
+from shardwise.base.yaml_and_json import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION, resolve_weights
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, parse_step, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
-from shardwise.checkpoint.storage.root import Root, StoreError, is_url
+from shardwise.checkpoint.storage.root import Root, is_url
 from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from_sections, names_chat, values_at_step
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields

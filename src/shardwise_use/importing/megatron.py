@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import whole_number
+from shardwise.base.yaml_and_json import whole_number
 from shardwise.checkpoint.format.weight_files import conversion_hint
 from shardwise_use.importing import megatron_dist, megatron_model, pickled
 from shardwise_use.importing.imported_model import ImportedModel
@@ -153,6 +153,7 @@ def _common_arguments(states: _RankStates, folder: Path | str) -> tuple[dict[str
 def _degrees(
     args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path | str, rank_names: tuple[str, str]
 ) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel degree; every rank of them must have a file."""
     tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in ranks) + 1
     pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in ranks) + 1
     if not is_count(tensor) or not is_count(pipeline) or tensor * pipeline > _MOST_RANKS:

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box, box_segments
+from shardwise.base.yaml_and_json import json_object
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise_use import sparse_models
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled

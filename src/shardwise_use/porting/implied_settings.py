@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 
 _SCHEDULE = "scheduler.params."
 _RULE = "optimizer.params."

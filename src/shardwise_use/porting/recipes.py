@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import json_value, parse_yaml, yaml_scalar
+from shardwise.base.yaml_and_json import json_value, parse_yaml, yaml_scalar
 from shardwise.config import Config, apply_overrides, config_from_sections
 from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
@@ -26,11 +26,11 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"  # the option of torchtitan before 0.3 that names the TOML with the settings
 _OPTIONS = ("--run-dir", "--nproc")  # options of `shardwise train` that settings of other programs give
 _UNKNOWN = {
-    r".*\._component_": "torchtune",
+    "_component_": "torchtune",
     "_target_": "Megatron Bridge, or of another program of Hydra",
     "pipe_parallel_size": "GPT-NeoX",
 }
-"""Regular expressions of settings of programs that are not read, whose configs have names of others too."""
+"""Settings of programs that are not read, whose configs have names of others too."""
 
 
 class _Translation(NamedTuple):
@@ -199,10 +199,13 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     scores = [(_marks(settings, _program(settings)), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
     programs = listing((program.title for program in PROGRAMS.values()), "or")
-    for name, other in _UNKNOWN.items():
-        if any(re.fullmatch(name, setting) for settings in candidates for setting in settings):
-            named = f"{name.removeprefix(r'.*\.')} is a name of {other}"
-            raise ConfigError(f"--from ({file}) must have arguments or a config of {programs}, and {named}")
+    paths = {name for settings in candidates for name in settings}
+    # Parts of NeMo's configs have a _target_ too.
+    names = paths | {path.rpartition(".")[2] for path in paths} - {"_target_"}
+    if other := next((name for name in _UNKNOWN if name in names), None):
+        raise ConfigError(
+            f"--from ({file}) must have arguments or a config of {programs}, and {other} is a name of {_UNKNOWN[other]}"
+        )
     if best == 0:
         raise ConfigError(
             f"--from ({file}) must have arguments or a config of {programs}, and none of their names is in it"

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import parse_value
+from shardwise.base.yaml_and_json import parse_value
 from shardwise.config.other_names import VARIABLES
 from shardwise.config.translation import evaluate_expression
 

@@ -111,10 +111,10 @@ class _Pair:
     a: Path
     b: Path
     name: str
-    points_of_a: Points
+    points_of_a: Points  # losses over the axis `x`, smoothed if asked for, as those of B
     points_of_b: Points
     signed: Points
-    not_finite: Sequence[float]
+    not_finite: Sequence[float]  # places of losses that are not finite in one of the two
     x: str
 
     @cached_property

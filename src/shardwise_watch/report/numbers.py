@@ -12,8 +12,8 @@ from typing import Any
 
 from shardwise.base import redaction, units
 from shardwise.base.errors import listing
-from shardwise.base.parsing import by_dotted_key
 from shardwise.base.prices import Price
+from shardwise.base.yaml_and_json import by_dotted_key
 from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, spans_text

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError, DataError, RunError, ShardwiseError, divisors, nearest_numbers
+from shardwise.base.errors import ConfigError, DataError, RunError, ShardwiseError
 from shardwise.base.files import name_problem
 from shardwise.base.mesh_axes import layout_text
-from shardwise.base.parsing import dump_yaml, parse_value, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_value, parse_yaml
 from shardwise.config import Layout
+from shardwise.config.base_section import divisors, nearest_numbers
 from shardwise.verify.layouts import Cell
 from shardwise_plan.layout_choices import LayoutChoice
 from tests.rows import rows_of

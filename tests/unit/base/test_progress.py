@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.base import terminal as module
-from shardwise.base.terminal import progress
+from shardwise.base import progress as module
+from shardwise.base.progress import progress
 from tests.rows import rows_of
 from tests.screens import Screen
 

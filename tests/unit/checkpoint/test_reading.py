@@ -12,12 +12,12 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+from shardwise.base.errors import DamageError, StoreError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint import host_buffer
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, Pieces
 from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
-from shardwise.checkpoint.storage.root import DamageError, StoreError
 from shardwise.distributed.mesh import Mesh
 from tests.stored import small_tensors, write_checkpoint
 

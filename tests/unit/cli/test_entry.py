@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__
-from shardwise.base.parsing import parse_yaml
 from shardwise.base.terminal import fit_to_terminal
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.cli import main
 from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
@@ -145,6 +145,9 @@ def test_prose_is_fitted_to_a_terminal_and_commands_are_not(monkeypatch: pytest.
     assert fit_to_terminal(text, io.StringIO()) == text
     monkeypatch.setenv("COLUMNS", "80")
     assert all(len(line) <= 80 for line in fit_to_terminal(text, Terminal()).splitlines())
+    for beginning, margin in (("name  ", "    "), ("  name  ", "      "), ("#   name  ", "#       ")):
+        _, continued = fit_to_terminal(beginning + "word " * 16, Terminal()).splitlines()
+        assert continued.startswith(f"{margin}word")
     monkeypatch.setenv("COLUMNS", "40")
     command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --nproc 2"
     assert fit_to_terminal(f"resume: {command}", Terminal()) == f"resume: {command}"

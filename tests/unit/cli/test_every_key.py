@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.config import Config, load_config, recipe_names
 from shardwise.config.pydantic_errors import known_paths
 from tests.arch.source import config_fields

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, StoreError
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.storage import root as reach
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.cli.data.remote_files import FetchedFile, fetch_remote_file, find_remote_files
 from tests.command_line import CommandLine
 from tests.loopback_files import Server, serve

@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LaunchError
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.config import check_layout, config_from_sections, load_config, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer

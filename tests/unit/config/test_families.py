@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.config import Config, ModelConfig, UserModelConfig, check_layout, config_from_sections
 from tests.rows import rows_of
 

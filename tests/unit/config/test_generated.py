@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.cli import main
 from shardwise.config import Config, check_layout, config_from_sections, load_config, recipe_names
 from shardwise.estimates.memory import memory_by_rank

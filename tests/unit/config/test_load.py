@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.config import Config, config_from_sections, load_config, recipe_name, recipe_names, recipe_text
 from tests.arch.source import config_fields
 from tests.rows import rows_of

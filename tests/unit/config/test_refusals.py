@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from tests.unit.config.refusals import layout_of, problems
 
 ROWS = parse_yaml(Path(__file__).with_name("refusals.yaml").read_text("utf-8"), "refusals.yaml")

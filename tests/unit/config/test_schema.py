@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.cli import main
 from shardwise.config import load_config, recipe_names
 from shardwise.config.load import config_from_sections

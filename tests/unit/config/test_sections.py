@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.base.yaml_and_json import dump_yaml, parse_yaml
 from shardwise.cli import main
 from shardwise.cli.entry import COMMANDS
 from shardwise.config import OptimizerConfig, PrecisionConfig, apply_overrides, config_from_sections, load_config

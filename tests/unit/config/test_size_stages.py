@@ -7,7 +7,7 @@ import pytest
 
 from shardwise import config as sections
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.config import config_from_sections, load_config, recipe_text, size_stages_of
 from shardwise.config.resume_rules import check_changes, resume_changes, resume_problems
 from shardwise.config.token_counts import parse_tokens, steps_of_tokens, tokens_text

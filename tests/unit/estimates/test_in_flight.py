@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.config.layout import Stage
+from shardwise.config.layout import LayoutStage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory, memory_by_rank
@@ -39,7 +39,7 @@ def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
     return memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
 
 
-def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[tuple[int, bool]]:
+def as_stored(name: str, tensor: int, stages: list[LayoutStage], whole: bool) -> list[tuple[int, bool]]:
     """What the model's stages of one rank store, each parameter once: elements, and whether it is a matrix."""
     chosen = config(name)
     group = Group(dist.new_group(list(range(tensor)))) if tensor > 1 else Group()
@@ -56,9 +56,9 @@ def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[
 
 
 STAGES = {
-    "last": [Stage(3, 3, range(3, 4), 4)],
-    "first and middle": [Stage(0, 0, range(1), 4), Stage(2, 0, range(2, 3), 4)],
-    "first and last": [Stage(0, 0, range(1), 4), Stage(3, 0, range(3, 4), 4)],
+    "last": [LayoutStage(3, 3, range(3, 4), 4)],
+    "first and middle": [LayoutStage(0, 0, range(1), 4), LayoutStage(2, 0, range(2, 3), 4)],
+    "first and last": [LayoutStage(0, 0, range(1), 4), LayoutStage(3, 0, range(3, 4), 4)],
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import JsonLines, RunDirectory
 from shardwise_jobs.cli import jobs as command
-from shardwise_jobs.jobs import JobState, _job_state, job_goodput
+from shardwise_jobs.jobs import JobState, _job_state, submitted_job_goodput
 from shardwise_jobs.restarts import AttemptEnding, _history_file, decide, history, record
 from shardwise_jobs.slurm_commands import SlurmJob
 from shardwise_jobs.submission import Submitted
@@ -80,12 +80,12 @@ def test_the_parts_of_a_job_are_its_whole_time() -> None:
     nothing = replace(CRASH, seconds=5.0, **start | {"until_joined": None, "until_training": None}, first_step=None)
     start |= {"until_joined": 1.0, "after_last_step": 0.2}
     last = replace(CRASH, how="finished", seconds=40.0, **start, first_step=30)
-    told = dict(job_goodput([first, nothing, replace(last, step=60)], loading=3.0))
+    told = dict(submitted_job_goodput([first, nothing, replace(last, step=60)], loading=3.0))
     assert told["goodput"] == "60.0 % of 100 s in 3 starts"
     seconds = {"lost steps": "10 s: 10 steps", "detection": "5 s ", "restart": "8 s ", "load": "3.0 s "}
     for part, text in {**seconds, "first step": "14 s "}.items():
         assert told[f"  {part}"].startswith(text)
-    assert job_goodput([]) == []
+    assert submitted_job_goodput([]) == []
 
 
 CRASH = AttemptEnding(

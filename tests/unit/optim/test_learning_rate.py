@@ -8,13 +8,13 @@ import torch
 import transformers
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.cli.entry import main
 from shardwise.config import Config, config_from_sections, load_config
 from shardwise.config.learning_rate_specs import LEARNING_RATES, LearningRateSpec
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.recipe_files import recipe_text
-from shardwise.optim.learning_rate import learning_rate, moved_end_text
+from shardwise.optim.learning_rate import learning_rate, learning_rate_change_text
 from tests.arch.source import ROOT
 
 
@@ -158,7 +158,7 @@ def test_an_end_that_moved_and_a_new_schedule(
 ) -> None:
     def text(*keys: str, former_steps: int = 240) -> str | None:
         settings = load_config("llama2-tiny", keys).optimizer
-        return moved_end_text(settings, 480, former_steps, 200)
+        return learning_rate_change_text(settings, 480, former_steps, 200)
 
     linear = ["optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.lr=4.8e-4"]
     moved = "schedule ends at step 480 in place of 240, so that step 201 has"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.base.errors import ConfigError, DataError, RunError, see
+from shardwise.base.errors import ConfigError, DataError, RunError, StoreError, see
 from shardwise.checkpoint import save
 from shardwise.checkpoint.format.manifest import FileEntry
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
 from shardwise.data import cache
 from shardwise.launch.node import LauncherConnection

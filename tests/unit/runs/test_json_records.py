@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.base.errors import see
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 from shardwise.runs import events
 from shardwise.runs.events import last_event
 from shardwise.runs.failure_record import FailureRecord, failure_of

@@ -11,11 +11,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from shardwise.base.errors import ConfigError, RunError, see
+from shardwise.base.errors import ConfigError, RunError, StoreError, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.checkpoint_choice import goes_back, recorded_return
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
 from shardwise.config import Config, check_changes
 from shardwise.data.samples.batch import BlendedBatches

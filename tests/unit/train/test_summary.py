@@ -6,7 +6,7 @@ import pytest
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.config import (
     CheckpointConfig,
     Config,
@@ -23,7 +23,7 @@ from shardwise.models.parameter_counts import parameter_count
 from shardwise.pipeline.partition import partition_by_rank
 from shardwise.pipeline.schedule_picture import schedule_picture
 from shardwise.train.pipeline_table import _rank_table
-from shardwise.train.summary import dry_run
+from shardwise.train.summary import training_summary
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,7 +44,7 @@ def config(family: str = "gpt", optimizer: str = "adamw", **train: object) -> Co
 
 
 def rows(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> dict[str, str]:  # noqa: B008
-    text = dry_run("recipe", config, layout, "cpu", accelerator)
+    text = training_summary("recipe", config, layout, "cpu", accelerator)
     return {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
 
 
@@ -72,11 +72,11 @@ def test_the_price_of_recompute_own_models_and_keys_that_differ() -> None:
     flops = flops_per_token(chosen.model, 64) or 0.0
     assert rows(chosen)["recompute"] == f"each block: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
     chosen = config()
-    shown = dry_run("recipe", chosen, Layout(1), "cpu", False)
+    shown = training_summary("recipe", chosen, Layout(1), "cpu", False)
     assert shown.startswith("# recipe: a dry run, nothing was started\n#\n# layout ")
     assert parse_yaml(shown, "dry run") == chosen.without_defaults(chosen.recorded())
     assert "hooks" not in shown
-    whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
+    whole = training_summary("recipe", chosen, Layout(1), "cpu", False, full=True)
     assert parse_yaml(whole, "dry run") == chosen.recorded()
     for optimizer in ["adamw", "lamb"]:
         found = rows(config("package.module:Own", optimizer, recompute="full", dropout_mode="invariant"), Layout(2))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scripts import device_tests, write_docs
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.base.parsing import dump_yaml
+from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.config import Config, load_config
 from shardwise.config.routing import Routing
 from shardwise.distributed.mesh import Group

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.parsing import by_dotted_key, json_value
+from shardwise.base.errors import StoreError
 from shardwise.base.tensor_box import box_segments
+from shardwise.base.yaml_and_json import by_dotted_key, json_value
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast_values
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, ordered_states
 from shardwise.checkpoint.format.weight_files import MAX_INDEX_BYTES
 from shardwise.checkpoint.format.writing import CONFIG
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 
 ABSENT = "(not set)"
 _SEGMENT_ELEMENTS = 2**20
@@ -104,6 +105,7 @@ def _entries(tensors: StoredTensors) -> dict[tuple[str, str], TensorEntry]:
 def _compare(
     a: StoredTensors, b: StoredTensors, state: str, name: str, progress: Callable[[int], None]
 ) -> TensorDifference:
+    """Compare a tensor that both hold in one shape, a segment at a time."""
     entry = a.states[state][name]
     dtype_a = entry.dtype
     dtype_b = b.states[state][name].dtype

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import product
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box
+from shardwise.base.yaml_and_json import json_object
 from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES
 from shardwise.checkpoint.storage.chunks import chunk_numbers_text

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Any
 
-from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.parsing import json_value
+from shardwise.base.errors import ConfigError, DamageError, RunError, listing, see
 from shardwise.base.tensor_box import box_segments
+from shardwise.base.yaml_and_json import json_value
 from shardwise.checkpoint.format import writing
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
@@ -22,7 +22,7 @@ from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, ca
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.weight_files import INDEX
 from shardwise.checkpoint.storage.chunks import read_whole
-from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
+from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config import FamilyConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.hugging_face_names import WITHOUT_GRADIENT

@@ -26,12 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardwise.base.errors import DamageError, StoreError
 from shardwise.base.files import name_problem
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size as size_text
 from shardwise.checkpoint.format.safetensors import DTYPES, is_counts, tensor_fields
 from shardwise.checkpoint.storage.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 
 MANIFEST = "manifest.json"
 MODEL = "model"
@@ -361,6 +362,7 @@ def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
 
 
 def _value(plain: Mapping[str, Any], key: str, kind: type) -> Any:
+    """The value of a key; ValueError where it is missing or of another type."""
     value = plain.get(key)
     if not isinstance(value, kind):
         raise ValueError(f"{key} must be a JSON {_JSON_TYPES[kind]}")

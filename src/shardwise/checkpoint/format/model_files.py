@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import write_files
 from shardwise.base.hub import CHAT_TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, holds_tokenizer
-from shardwise.base.parsing import json_object
+from shardwise.base.yaml_and_json import json_object
 from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
@@ -182,7 +182,7 @@ def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
 
 
 def model_beside_weights(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
-    """The model of a folder's weights, by the `config.json` beside them; `ignore`: fields without effect, as users say.
+    """The model of a checkpoint's weight files, by the `config.json` beside them; `ignore`: fields without effect.
 
     Raises:
         ConfigError: the model is not supported, or the file cannot be read: every problem.

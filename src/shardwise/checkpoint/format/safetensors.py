@@ -19,10 +19,10 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import see
-from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
+from shardwise.base.errors import DamageError, StoreError, see
+from shardwise.base.files import SAFETENSORS_METADATA, is_printable_name
 from shardwise.base.units import size as size_text
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library accepts."""
@@ -137,6 +137,7 @@ def read_header(file: Root) -> dict[str, StoredTensor]:
 
 
 def _parts(metadata: object) -> dict[str, object]:
+    """Name → where the tensor begins in a larger one, as torch's Hugging Face writer has it."""
     text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
     parts = json.loads(text) if isinstance(text, str) else {}
     if not isinstance(parts, dict):
@@ -152,6 +153,7 @@ def _first(name: str, saved: object, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _require_contiguous(tensors: Mapping[str, StoredTensor], first: int, total: int) -> None:
+    """Raise ValueError where tensors, in the order of their bytes, leave a gap from `first` to `total`, or overlap."""
     # The safetensors library refuses gaps too: the bytes of a gap could hold anything, and no reader would see them.
     end = first
     for name, tensor in tensors.items():
@@ -175,7 +177,7 @@ def _tensor(name: str, entry: object, first: int) -> StoredTensor:
 
 def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:
     """The fields, dtype and shape of a tensor in a safetensors header; ValueError where it describes no tensor."""
-    if not is_tensor_name(name):
+    if not is_printable_name(name):
         raise ValueError(f"the name of a tensor ({name!r}) must be printable")
     if not isinstance(entry, dict):
         raise ValueError(f"{name} must be a JSON object")

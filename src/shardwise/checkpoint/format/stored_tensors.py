@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, DamageError, StoreError, listing
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format import weight_files
 from shardwise.checkpoint.format.expert_weights import EXPERT_NUMBER, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import weight_names
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.base.errors import listing
+from shardwise.base.errors import DamageError, StoreError, listing
 from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, piece_label, untiled_tensors
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, read_header
@@ -26,7 +26,7 @@ from shardwise.checkpoint.storage.chunks import (
     require_size,
     verify_chunk,
 )
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.optim.state_digest import StateHash, box_sum, digest_place
 
 _SUFFIX = ".safetensors"
@@ -163,6 +163,7 @@ def _verify_file(
     report: VerificationReport,
     progress: Callable[[int], None],
 ) -> bool:
+    """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
     # Blocks end where chunks end, which may be within a value: its first bytes wait for the next block.
     partial_value = b""

@@ -16,8 +16,8 @@ from pathlib import Path, PurePath
 from shardwise.base.errors import ConfigError, listing, raise_problems
 from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.hub import LICENCES, TOKENIZER_FILES, HubFiles, fetch_or_open, require_hub_id
-from shardwise.base.parsing import json_value
 from shardwise.base.units import size
+from shardwise.base.yaml_and_json import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.storage.root import Root
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, StoreError
+from shardwise.base.progress import progress
 from shardwise.base.tensor_box import Box
-from shardwise.base.terminal import progress
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, piece_label
 from shardwise.checkpoint.format.safetensors import DTYPES, safetensors_header
 from shardwise.checkpoint.format.weight_files import INDEX
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
-from shardwise.checkpoint.storage.root import Buffer, Root, StoreError
+from shardwise.checkpoint.storage.root import Buffer, Root
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9

@@ -51,6 +51,7 @@ def find_resumable_checkpoints(
 
 
 def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: Sequence[StepFolder]) -> None:
+    """Raise ConfigError where lengths or weights of stages before the first intact candidate change."""
     for candidate in candidates:
         # The manifest has the last word, and is large: it is read only if the stored configuration differs.
         if not changed_size_stages(stored, config, candidate.step):
@@ -126,6 +127,7 @@ def _chosen_checkpoints(
 
 
 def _is_imported(newest: StepFolder, new: Mapping[str, Any]) -> bool:
+    """True if another program did the steps of a checkpoint; ConfigError if its model is another one."""
     manifest = summarize_checkpoint(newest.folder, newest.step).manifest
     if manifest is None or manifest.data != IMPORTED:
         return False

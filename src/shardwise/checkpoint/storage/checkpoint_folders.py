@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError, see
+from shardwise.base.errors import ConfigError, DamageError, StoreError, see
 from shardwise.base.files import MOST_BYTES, user_path
 from shardwise.base.hub import FOUND, find_on_hub
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.weight_files import has_weights, place_of_weights
 from shardwise.checkpoint.storage.chunks import require_length
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root, is_url
+from shardwise.checkpoint.storage.root import Root, answering_root, is_url
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _PARTIAL = re.compile(r"\.step-(\d{8,18})\.partial")
@@ -386,6 +386,7 @@ def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | No
 
 
 def _checkpoint_path(run: Root) -> str | None:
+    """The `checkpoint.path` of a run's configuration; None where it is not set or cannot be read."""
     try:
         path = parse_yaml((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
     except (ValueError, KeyError, TypeError):

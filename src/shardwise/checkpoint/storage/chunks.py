@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shardwise.checkpoint.storage.root import Buffer, DamageError, Root, StoreError
+from shardwise.base.errors import DamageError, StoreError
+from shardwise.checkpoint.storage.root import Buffer, Root
 
 MIN_CHUNK_BYTES = 2**14
 MAX_CHUNK_BYTES = 2**24
@@ -150,6 +151,7 @@ class ChunkedReader:
         return result.toreadonly()
 
     def _chunks(self, first: int, end: int) -> memoryview:
+        """Chunks `first` to `end`, verified."""
         entry = self._entry
         last_number, last_data = self._last_chunk or (-1, memoryview(b""))
         if first == end - 1 == last_number:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError, DataError, StoreError
 from shardwise.base.files import cache_root, write_files
 from shardwise.base.hub import holds_tokenizer
+from shardwise.base.yaml_and_json import json_value
 from shardwise.checkpoint.format.model_files import files_beside_weights
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.open_data import trains_tokenizer
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
-from shardwise.data.tokens.tokenizer_files import differ_in_tokens, tokenizer_names
+from shardwise.data.tokens.tokenizer_files import tokenizer_names
 
 
 def with_loaded_tokenizer(config: Config, weights: Root | str | None) -> Config:
@@ -47,7 +48,7 @@ def with_loaded_tokenizer(config: Config, weights: Root | str | None) -> Config:
 
 def other_tokenizer_text(weights: Root, tokenizer: Path | None) -> str | None:
     """A warning where the tokenizer in a folder gives other ids than that beside loaded weights; else None."""
-    if tokenizer is None or not weights.is_local or not differ_in_tokens(weights.local(), tokenizer):
+    if tokenizer is None or not weights.is_local or not _differ_in_tokens(weights.local(), tokenizer):
         return None
     return (
         f"data.tokenizer gives other ids than the tokenizer of the loaded weights ({weights}): leave it out to keep "
@@ -73,3 +74,23 @@ def _tokenizer_beside(weights: Root) -> str | None:
     return str(
         cache.open_or_build(cache_root(None), "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
     )
+
+
+def _differ_in_tokens(folder: Path, other_folder: Path) -> bool:
+    """True if two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
+    vocabularies = []
+    try:
+        for path in (folder, other_folder):
+            vocabularies.append(_vocabulary(json_value((path / "tokenizer.json").read_text(encoding="utf-8"))))
+        return bool(vocabularies[0] != vocabularies[1])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Token → id of a `tokenizer.json`: its model has a mapping of them, or a list of (token, score) in their order."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    # Tokens that were added after the training of the tokenizer stand apart.
+    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}

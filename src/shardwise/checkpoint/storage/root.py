@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from shardwise.base import files
-from shardwise.base.errors import ConfigError, RunError, listing, see
+from shardwise.base.errors import ConfigError, RunError, StoreError, listing, see
 from shardwise.base.files import PATH_ERRORS, free_bytes, name_problem, sync_folder, user_path, write_atomic
 from shardwise.base.redaction import redacted
 from shardwise.base.units import size as size_text
@@ -63,29 +63,6 @@ PATIENCE_SECONDS = 20.0
 _SILENCE_SECONDS = 60.0  # longest pause of a web server in the middle of a file
 _WINDOW_BYTES = 32 * 2**20  # bytes of a file that are brought to the disk at a time
 _Result = TypeVar("_Result")
-
-
-class StoreError(RunError):
-    """The disk or the object store of checkpoints cannot be read or written.
-
-    Attributes:
-        missing: there is nothing of that name.
-        refused: this user may not read or write it, or the path cannot be used: a command ends as by wrong input.
-    """
-
-    def __init__(self, text: str, *, missing: bool = False, refused: bool = False) -> None:
-        super().__init__(text)
-        self.missing = missing
-        self.refused = refused
-
-    @property
-    def is_damage(self) -> bool:
-        """True if a file that cannot be read is lost. Where the store gave no answer, it may still be there."""
-        return self.missing or isinstance(self, DamageError)
-
-
-class DamageError(StoreError):
-    """Checkpoint storage gives other bytes than those that were written."""
 
 
 @dataclass(frozen=True)

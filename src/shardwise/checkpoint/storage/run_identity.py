@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import files
-from shardwise.base.errors import ConfigError, see
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.errors import ConfigError, StoreError, see
+from shardwise.base.yaml_and_json import parse_yaml
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_steps, summarize_checkpoints
-from shardwise.checkpoint.storage.root import Root, StoreError, answering_root
+from shardwise.checkpoint.storage.root import Root, answering_root
 from shardwise.config import CheckpointConfig, Config, resume_problems
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.runs.json_records import record_instance, record_of_json

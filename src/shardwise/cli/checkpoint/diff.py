@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.base.units import counted
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.cli import output
@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from shardwise.base.errors import StoreError
     from shardwise.checkpoint.format.diff import diff_folders
-    from shardwise.checkpoint.storage.root import StoreError
 
     tolerance: float | None = arguments.tolerance
     if tolerance is not None and not 0 <= tolerance < math.inf:

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.base.units import counted, duration, size
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.cli import output

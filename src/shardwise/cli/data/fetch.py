@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.base.units import size
 from shardwise.cli import output
 

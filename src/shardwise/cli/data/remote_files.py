@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, StoreError, listing
 from shardwise.base.files import NoLocksError, lock, name_problem, new_file, open_lock, require_replaceable, to_disk
 from shardwise.base.units import size as size_text
-from shardwise.checkpoint.storage.root import ANONYMOUS, WEB_SCHEMES, Root, StoreError, answer_in_time
+from shardwise.checkpoint.storage.root import ANONYMOUS, WEB_SCHEMES, Root, answer_in_time
 
 _ABSENT_STATUSES = (HTTPStatus.NOT_FOUND, HTTPStatus.GONE)
 _PATTERN_CHARACTERS = frozenset("*?[")

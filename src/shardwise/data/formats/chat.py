@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.base.errors import ConfigError, DataError, listing, raise_problems
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache

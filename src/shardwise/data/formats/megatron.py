@@ -134,6 +134,7 @@ def _open_data(request: DataRequest) -> _PreparedDocuments:
 def _packed(
     files: Sequence[megatron_files.IndexedFile], parts: _Parts, request: DataRequest
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
+    """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
         return
     problems = [

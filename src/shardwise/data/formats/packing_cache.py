@@ -97,6 +97,8 @@ def with_packed_samples(
 
 
 def _finder(request: DataRequest, part: Part, row: TokenRow, end: int) -> Callable[[], IntArray]:
+    """A function that finds the bounds of the documents of a part; DataError if it has none."""
+
     def find() -> IntArray:
         bounds = document_bounds(row, end)
         if len(bounds) > 2 or row[-1:][0] == end:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, user_path
-from shardwise.base.terminal import progress
+from shardwise.base.progress import progress
 from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.prepare import tokenizing

@@ -30,8 +30,8 @@ from shardwise.base.files import (
     user_path,
     write_atomic,
 )
-from shardwise.base.parsing import json_value
 from shardwise.base.units import size
+from shardwise.base.yaml_and_json import json_value
 from shardwise.data.reading import data_manifest
 from shardwise.data.reading.megatron_files import count_sequences, publish_megatron_files
 from shardwise.data.tokens.tokenizer import Tokenizer

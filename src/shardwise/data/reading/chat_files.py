@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, listing
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 from shardwise.data.reading import jsonl_parquet
 from shardwise.data.reading.content import Kind, open_unpacked
 from shardwise.data.reading.dataset_tables import DataSet

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.files import write_atomic
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 from shardwise.data.reading.raw_tokens import read_datatrove_metadata
 
 KIND = "shardwise.prepared"

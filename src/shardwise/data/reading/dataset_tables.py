@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
-from shardwise.base.parsing import json_value
 from shardwise.base.registered import optional_library
+from shardwise.base.yaml_and_json import json_value
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data.reading.content import read_errors
 from shardwise.data.reading.jsonl_parquet import (
@@ -200,6 +200,7 @@ class _HubTables:
         return DataError(f"{key} must name a configuration of {self.repository}: {listing(names, 'or')}")
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
+        """Raises DataError if the card names files elsewhere or of this machine, which old releases would read."""
         # The library reads any address that a card names, files of this machine too: only those of the repository pass.
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE

@@ -110,6 +110,7 @@ def h5py_library() -> Any:
 
 
 def _open_hdf5(path: Path) -> Any:
+    """An HDF5 file, opened by h5py; DataError if it is missing or no HDF5 file."""
     h5py = h5py_library()
     with read_errors(path), path.open("rb"):  # the library's own message would lack the reason
         pass

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, first_line, listing, see
-from shardwise.base.parsing import json_value
 from shardwise.base.registered import optional_library
+from shardwise.base.yaml_and_json import json_value
 from shardwise.data.reading.content import BLOCK, HubFile, Kind, open_unpacked, read_errors, reading_of
 
 # Rows that are decoded at once, so that long texts take little memory too.

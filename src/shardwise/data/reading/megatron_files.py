@@ -273,6 +273,7 @@ def _damaged(path: Path, problem: str) -> DataError:
 
 
 def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | None) -> None:
+    """The .bin must have the size that the .idx says; `overflow`: as `_check_sequences` gives it."""
     size = bin_path.stat().st_size
     if size == expected == 0:
         raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.base.parsing import parse_yaml
+from shardwise.base.yaml_and_json import parse_yaml
 
 GRAMMAR = Path(__file__).parent.parent / "corpus" / "stories.yaml"
 STORIES = 4000

@@ -249,6 +249,7 @@ def _merged(chain_of: IntArray, meetings: IntArray, most: int) -> IntArray:
 
 
 def _pieces(bounds: IntArray, length: int) -> IntArray:
+    """The pieces of documents, in their order; documents of one token have none."""
     read = np.maximum(np.diff(bounds) - 1, 0)
     number = -(-read // length)
     offsets = concatenated_ranges(np.zeros_like(number), number) * length

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import DataError
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 
 if TYPE_CHECKING:
     import tokenizers

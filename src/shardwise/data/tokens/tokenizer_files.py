@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base import hub
 from shardwise.base.errors import DataError, listing
 from shardwise.base.files import reason_of, user_path
-from shardwise.base.parsing import json_value
+from shardwise.base.yaml_and_json import json_value
 
 if TYPE_CHECKING:
     import tokenizers
@@ -224,6 +224,7 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
 
 
 def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a vocabulary of tiktoken; None if the file is none. DataError if it is not known."""
     content = read_tokenizer_file(file)
     if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content[:1024]):
         return None
@@ -474,23 +475,3 @@ def no_tokenizer_text(shown: str, names: Iterable[str]) -> str:
     """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     contents = f"it has {listing(sorted(names), most=_SHOWN)}" if names else "it is empty"
     return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
-
-
-def differ_in_tokens(folder: Path, other_folder: Path) -> bool:
-    """True if two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
-    vocabularies = []
-    try:
-        for path in (folder, other_folder):
-            vocabularies.append(_vocabulary(json_value((path / "tokenizer.json").read_text(encoding="utf-8"))))
-        return bool(vocabularies[0] != vocabularies[1])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    """Token → id of a `tokenizer.json`: its model has a mapping of them, or a list of (token, score) in their order."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if not isinstance(vocabulary, dict):
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    # Tokens that were added after the training of the tokenizer stand apart.
-    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}

@@ -33,7 +33,7 @@ def choose_class(layer: _Layer) -> None:
 @cache
 def bit_equal(ordinary: _Class) -> _Class:
     """Return the bit-equal class of an ordinary one; of a user's subclass one that is bit-equal in what it inherits."""
-    # By name: this module imports the ordinary layers, which import this file.
+    # By name: `layers.py` imports the ordinary layers, which import this file.
     kinds = vars(import_module(f"{__package__}.layers"))
     classes = {kind.__bases__[0]: kind for name, kind in kinds.items() if name.startswith("BitEqual")}
     base = next(base for base in ordinary.__mro__ if base in classes)

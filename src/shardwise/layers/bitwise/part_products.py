@@ -165,6 +165,7 @@ def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], count: int,
 
 
 def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
+    """Add in the matmul what the tree adds first."""
     terms = len(operands) // 2
     sums: list[Tensor] = []
     for number in range(count):

@@ -114,6 +114,7 @@ class _PartViews(torch.autograd.Function):
 
 
 def _sum_over_ranks(gradients: Sequence[Tensor], ranks: Group) -> list[Tensor]:
+    """Return the sum of each gradient over the ranks, all by one collective."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     sums = collectives.all_reduce_(flat, ranks).split([gradient.numel() for gradient in gradients])
     return [total.view_as(gradient) for total, gradient in zip(sums, gradients, strict=True)]

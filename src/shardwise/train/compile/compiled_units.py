@@ -205,6 +205,7 @@ def check_compiler_backend(settings: CompileConfig, device: torch.device) -> Non
 
 
 def _canonical(block: nn.Module) -> str:
+    """The common beginning of the canonical names of a block's tensors; "" without one."""
     names = [piece.name.split(".") for _, _, record in placements(block) for piece in record.pieces]
     common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
     return ".".join(parts[0] for parts in common)

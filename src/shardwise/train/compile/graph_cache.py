@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.base import files, parsing
+from shardwise.base import files, yaml_and_json
 from shardwise.base.errors import ConfigError
 
 FACTS = "facts.json"
@@ -203,12 +203,13 @@ class GraphCache:
 
 
 def _open(path: Path) -> BinaryIO:
+    """Open the file of a graph, which no other user may have put there."""
     return os.fdopen(files.open_own(path, os.O_RDONLY, files.ANYONE_WRITES), "rb")
 
 
 def _facts(archive_file: BinaryIO) -> Facts:
     with zipfile.ZipFile(archive_file) as archive:
-        facts: object = parsing.json_value(archive.read(FACTS))
+        facts: object = yaml_and_json.json_value(archive.read(FACTS))
     if not isinstance(facts, dict) or not {"unit", "training"} <= facts.keys():
         raise ValueError("it has no facts of a graph")
     return facts

@@ -12,13 +12,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from shardwise.base.errors import ConfigError, RunError
+from shardwise.base.errors import ConfigError, DamageError, RunError, StoreError
 from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.safetensors import DTYPES, cast_overflows, cast_values
 from shardwise.checkpoint.format.writing import staged_folder, write_small_file
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import load_config
 from tests.stored import Tensors, small_tensors, write_checkpoint
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import xxhash
 
+from shardwise.base.errors import DamageError
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, ManifestError
-from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.checkpoint.storage.root import Root
 from tests.stored import write_checkpoint
 
 

@@ -10,12 +10,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, DamageError
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import read_header, safetensors_header
 from shardwise.checkpoint.format.stored_tensors import find_sources, tensor_mismatches
 from shardwise.checkpoint.format.weight_files import absent_parts, check_weights, no_weights_text, resolve_weights
-from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
 from shardwise.data.reading.dataset_tables import place_of_dataset
 from shardwise.data.tokens.tokenizer_files import resolve_tokenizer

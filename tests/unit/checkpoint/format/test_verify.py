@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import DamageError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, Pieces, TensorEntry, _tiling_problem
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.verify import count_non_finite, verify_checkpoint
-from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.checkpoint.storage.root import Root
 from tests.stored import bfloat16, float32, small_tensors, write_checkpoint
 
 

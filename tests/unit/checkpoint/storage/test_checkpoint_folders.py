@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import dump_yaml
+from shardwise.base.errors import ConfigError, StoreError
+from shardwise.base.yaml_and_json import dump_yaml
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage import checkpoint_folders as folders
 from shardwise.checkpoint.storage import root as places
 from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints, partial_name, removable_folders, step_name
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import RunOwner, earlier_run, record_owner
 from shardwise.runs.folder import RunDirectory
 from tests.dist.training import make_config

@@ -13,10 +13,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, DamageError, StoreError
 from shardwise.checkpoint.storage import root as behind
 from shardwise.checkpoint.storage.chunks import MIN_CHUNK_BYTES, ChunkedReader, ChunkedWriter, FileEntry, chunk_bytes
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 
 
 @pytest.fixture(params=["local", "memory"])

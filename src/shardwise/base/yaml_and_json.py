@@ -45,6 +45,7 @@ def json_value(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loa
 
 
 def _is_within(value: Any, levels: int) -> bool:
+    """True if a value of JSON has at most so many levels."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):
@@ -192,13 +193,13 @@ def whole_number(text: str) -> int | None:
 
 
 def parse_value(text: str, origin: str) -> Any:
-    """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
+    """The YAML value in a command line's `key=value`: any in brackets, braces or quotes, else one plain scalar."""
     text = text.strip()
     return parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else yaml_scalar(text)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Values as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
+    """A mapping as YAML text that `parse_yaml` reads back as the same; a path is written as its text."""
     import yaml
 
     text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
@@ -235,7 +236,7 @@ _DEEPEST = 20
 
 
 def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a parsed YAML file by dotted keys: a nested mapping as one level."""
+    """The values of parsed YAML by dotted keys: a nested mapping as one level."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:
@@ -243,15 +244,3 @@ def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The problems, for an error, of counts by name that are no whole numbers of at least 1; numpy's are valid."""
-    # Costly for every command.
-    from numbers import Integral
-
-    return [
-        f"{name} ({value!r}) must be a whole number of at least 1"
-        for name, value in values.items()
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
-    ]
