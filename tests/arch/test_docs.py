@@ -223,7 +223,7 @@ def test_the_site_has_an_index_for_programs_and_its_markdown(tmp_path: Path, mon
         ("[project.urls]\nDocumentation = 'https://docs.example'", (None, None, "https://docs.example")),
     ],
 )
-def test_the_site_has_links(
+def test_links_of_the_site_are_those_of_the_project(
     urls: str, links: tuple[str | None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pyproject.toml").write_text(f"[project]\nname = 'shardwise'\n{urls}\n", encoding="utf-8")

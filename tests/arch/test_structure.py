@@ -44,7 +44,7 @@ PACKAGE = Path(shardwise.__file__).parent
 MOST_FRAMES, MOST_FILES = 7, 4
 SHORT = ["train.steps=2", "train.global_batch=2", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false"]
 HOMES = CASES["homes of names"]
-"""Names, and the only files of the core that may use them."""
+"""Names, the only files of the core that may use them, and what others call instead."""
 
 
 def modules() -> dict[str, Path]:
@@ -138,7 +138,8 @@ def used(path: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("names", HOMES)
 def test_names_have_one_home(names: str) -> None:
-    homes = {SOURCE / "shardwise" / home for home in HOMES[names].split()}
+    files, _, instead = HOMES[names].partition(": ")
+    homes = {SOURCE / "shardwise" / home for home in files.split()}
     found = [
         f"{place(path, line)} {name}"
         for path in package_files()
@@ -146,7 +147,7 @@ def test_names_have_one_home(names: str) -> None:
         for line, name in used(path)
         if re.fullmatch(names, name)
     ]
-    assert not found, f"only {HOMES[names]} may use these:\n" + "\n".join(found)
+    assert not found, f"only {files} may use these; {instead}:\n" + "\n".join(found)
 
 
 def test_files_stay_short() -> None:

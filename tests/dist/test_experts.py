@@ -169,7 +169,7 @@ def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: A
 
 
 @pytest.mark.parametrize(("world", "sections"), named("experts", "EP 2 of DP 4, ZeRO-2 with copies"))
-def test_layouts_have_one_curve_and_go_on_alone(world: int, sections: Sections, tmp_path: Path, ranks: Any) -> None:
+def test_curves_of_expert_layouts_and_resumes(world: int, sections: Sections, tmp_path: Path, ranks: Any) -> None:
     halfway = str(tmp_path / "step-00000002")
     for found in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
         check(found, curve()[:2])

@@ -198,8 +198,6 @@ def test_ranks_have_the_closed_streams_of_the_launcher(tmp_path: Path) -> None:
     assert metrics(tmp_path / "run", "step")
 
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-
 QUIET = ("log.tensorboard=false", "log.sample_tokens=0", "train.eval_every=0")
 SMALL = ("parallel.tensor=2", "checkpoint.every=5")
 LARGE = (
@@ -273,11 +271,13 @@ def check(folder: Path, sizes: tuple[str, ...], kills: int, steps: int, seed: in
     return hits
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_kill(tmp_path: Path) -> None:
     check(tmp_path, SMALL, kills=1, steps=8, seed=0)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.timeout(7200)
 def test_a_hundred_kills(tmp_path: Path) -> None:
     hits = check(tmp_path, LARGE, kills=100, steps=1500, seed=1)

@@ -48,7 +48,9 @@ def test_the_version_and_mistakes_are_told_once(cli: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
-def test_in_torchrun_rank_0_is_first(arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+def test_in_torchrun_rank_0_tells_an_error_first(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+) -> None:
     """torchrun ends the others once it has spoken and exited; one that lives on met what rank 0 did not."""
     waited: list[float] = []
     monkeypatch.setattr(first_failure.time, "sleep", waited.append)

@@ -16,7 +16,12 @@ TABLES = yaml.safe_load(Path(__file__).with_name("wrong_arguments.yaml").read_te
 
 
 UNSURE = ("llama2-tiny train.steps=-1", "llama2-tiny --fp16", "llama2-tiny --zzz", "nope --nproc 2")
-MEANT, SEVERAL, CORRECTED, LEFT_OUT, UNCLEAR, REFUSED = TABLES.values()
+MEANT = TABLES["meant"]
+SEVERAL = TABLES["several meanings"]
+CORRECTED = TABLES["corrected"]
+LEFT_OUT = TABLES["left out"]
+UNCLEAR = TABLES["unclear"]
+REFUSED = TABLES["refused"]
 
 
 @pytest.mark.parametrize("line", MEANT | SEVERAL)

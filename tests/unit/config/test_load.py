@@ -46,7 +46,7 @@ def test_overrides_replace_keys_and_what_is_resolved_is_frozen_and_reads_back() 
         ("train.global_batch=" + 5000 * "9" + " per 2 ranks", "train.global_batch ('99"),
         (
             "model.rope_scaling={rope_type: dynamic, factor: 1" + 400 * "0" + "}",
-            "model.rope_scaling.factor (1" + 400 * "0",
+            "model.rope_scaling.factor (1" + 400 * "0" + ") must be a number of at least 1",
         ),
     ],
 )

@@ -61,7 +61,9 @@ def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> DataPrevi
 
 
 TABLES = yaml.safe_load(Path(__file__).with_name("open_data.yaml").read_text(encoding="utf-8"))
-DESCRIBED, HELD_OUT, REFUSED = TABLES.values()
+DESCRIBED = TABLES["described"]
+HELD_OUT = TABLES["held out"]
+REFUSED = TABLES["refused"]
 
 
 @pytest.mark.parametrize(("data", "text"), DESCRIBED)

@@ -126,7 +126,7 @@ class _TwoLayers(nn.Module):
 
 
 @pytest.mark.parametrize(("most", "expected"), [(12, [9, 12]), (11, [9, 9, 3])])
-def test_few_collectives_sum_parts(
+def test_gradients_of_parts_are_summed_in_few_collectives(
     most: int, expected: list[int], sums: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicated, "GRADIENTS_AT_ONCE", most)

@@ -48,7 +48,7 @@ def rows_of(x: Tensor, rank: int) -> Tensor:
         *CASES_OF_BLOCKS,
     ],
 )
-def test_attention_over_all_keys(
+def test_attention_by_parts_equals_attention_over_all_keys(
     form: str, window: int | None, has_documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_pieces, "SHORT", 16)

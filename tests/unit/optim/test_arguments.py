@@ -40,6 +40,15 @@ def test_options_of_the_wrapped_class_are_its_own_and_what_replaces_others_is_ta
         assert {word.split("=")[0] for word in words} <= NAMES, advice
 
 
+def test_the_first_positional_arguments_are_those_of_torch_xla() -> None:
+    """None is torch_xla's default of optimizer_dtype."""
+    parameters = make().bfloat16().parameters()
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, None, True, 0.5, lr=0.1)
+    assert optimizer.defaults["lr"] == 0.1
+    assert (optimizer.grad_clipping, optimizer.max_norm) == (True, 0.5)
+    assert {bucket.master.dtype for bucket in optimizer.buckets} == {torch.float32}
+
+
 PROGRAM = """
 import sys
 import torch

@@ -16,7 +16,9 @@ from shardwise_plan.cli.wording import _PUBLISHED_ERROR
 from shardwise_plan.device_specs import Device, Reliability, load_device, parse_cluster
 from tests.arch.source import ROOT
 
-OWN, FAULTS = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8")).values()
+TABLES = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
+OWN = TABLES["own"]
+FAULTS = TABLES["faults"]
 
 
 @pytest.fixture

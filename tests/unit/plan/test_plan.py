@@ -53,7 +53,7 @@ def test_best_layouts_first_and_each_fits(cli: CommandLine, tmp_path: Path) -> N
     assert memory.total == plans[0]["memory_bytes"], "what is written needs what the list says"
 
 
-def test_any_listed_layout_is_written(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layout_n_writes_the_nth_of_the_list(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [*GPT, "train.micro_batch=1", "optimizer.zero=1"]
     third = cli.facts(*few)["plans"][2]["layout"]
     assert "--layout (3) must go with --write FILE" in cli.refused(*few, "--layout", "3")

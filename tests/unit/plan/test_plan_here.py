@@ -1,6 +1,7 @@
 """`shardwise plan --calibrate` and `plan RUN`: a run beside its prediction, and this machine's figures."""
 
 import datetime
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 from shardwise.config import check_layout, load_config
 from shardwise_plan import calibration_fit, device_seconds
 from shardwise_plan.calibration_fit import Measurements, calibration_trainings
-from shardwise_plan.device_seconds import device_constants
+from shardwise_plan.device_seconds import DeviceConstants, device_constants
 from shardwise_plan.device_specs import Cluster, Device, device_yaml, load_device, parse_device, sourced_figure
 from shardwise_plan.step_time import step_time
 from tests.command_line import CommandLine
@@ -105,6 +106,18 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     if ranks == 2:
         assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
         assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
+
+
+def test_the_search_finds_the_constants_of_the_least_error() -> None:
+    start = device_constants(load_device("cpu"))
+    wanted = replace(start, host=start.host * 3, step=start.step / 2)
+
+    def badness(tried: DeviceConstants) -> float:
+        return math.log(tried.host / wanted.host) ** 2 + math.log(tried.step / wanted.step) ** 2
+
+    fitted = calibration_fit._coordinate_search(start, badness)
+    assert (fitted.host, fitted.step) == pytest.approx((wanted.host, wanted.step), rel=0.05)
+    assert fitted.matmul == start.matmul
 
 
 def test_what_else_runs_makes_no_figure() -> None:

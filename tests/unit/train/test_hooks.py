@@ -86,7 +86,7 @@ def test_callbacks_stop_runs_with_a_checkpoint_and_those_that_they_end_have_fail
     [(True, True), (np.True_, True), (None, False), (1, False), (np.ones(3), False)],
     ids=repr,
 )  # fmt: skip
-def test_callbacks_stop_by_true(value: object, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_stops_by_true(value: object, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
     with given_objects({"a:b": lambda event: value}), MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m:

@@ -117,7 +117,9 @@ def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("asked", "position"), [(None, 900), (100, 900 + 2 * 8)])
-def test_a_run_goes_on_there(asked: int | None, position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_at_its_position(
+    asked: int | None, position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the order of the data too, which is ahead of the samples where batches of 8 were left out."""
     chosen = make_config(checkpoint={"resume": asked or "auto"}, train={"skip_batches": 2 if asked else 0})
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)

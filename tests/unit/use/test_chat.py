@@ -137,6 +137,10 @@ def test_the_oldest_messages_give_way(tokenizer: Tokenizer, tmp_path: Path) -> N
         transcript.add("assistant", "x")
     transcript.add("user", "5")
     assert read(transcript) == "s:be\nu:34\na:x\nu:5\na:"
+    pairs = ChatTranscript(tokenizer, template, window=18, max_tokens=5)
+    for role, text in (("user", "12"), ("assistant", "x"), ("user", "5")):
+        pairs.add(role, text)
+    assert read(pairs) == "u:5\na:", "an answer stays without its question"
     before = [*transcript.messages]
     transcript.add("user", "0123456789abcdef")
     with pytest.raises(ConfigError) as caught:

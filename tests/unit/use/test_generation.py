@@ -91,7 +91,8 @@ def test_what_is_no_distribution_is_refused() -> None:
         with pytest.raises(ConfigError, match=told):
             TokenSampler(temperature, top_p)
     for temperature in (0.0, 1.0):
-        with pytest.raises(RunError, match="logits of the next token must be numbers, and some are NaN: the weights"):
+        told = "logits of the next token must be numbers, and some are NaN: the weights are damaged"
+        with pytest.raises(RunError, match=told):
             TokenSampler(temperature).draw(torch.tensor([1.0, math.nan]))
 
 

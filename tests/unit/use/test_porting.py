@@ -41,7 +41,12 @@ def others(tmp_path: Path) -> Path:
 
 
 RECORD = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
-RECIPES, SETTINGS, FAMILIES, SCHEDULES, WARMUPS, REFUSED = RECORD.values()
+RECIPES = RECORD["recipes"]
+SETTINGS = RECORD["settings"]
+FAMILIES = RECORD["families"]
+SCHEDULES = RECORD["schedules"]
+WARMUPS = RECORD["warmups"]
+REFUSED = RECORD["refused"]
 LACKS_MODEL = ("run_clm.sh", "training_args.json", "deepspeed.json", "axolotl.yaml", "litgpt.yaml")
 LACKS_LENGTH = ("training_args.json", "deepspeed.json")
 
@@ -218,7 +223,8 @@ def test_what_megatrons_muon_and_decay_leave_out(tmp_path: Path) -> None:
     assert rules["old"] == {"momentum": 0.9, "nesterov": True}, "the name in Megatron Core 0.16"
     assert rules["shape"] == {"momentum": 0.9, "nesterov": False, "adjust_lr_fn": "original"}
     reasons = {name: {row.name: row.reason for row in each.rows} for name, each in made.items()}
-    assert reasons["spectral"]["muon_extra_scale_factor"].startswith("0.2 is optimizer.muon.adjust_lr_fn=match")
+    reason = reasons["spectral"]["muon_extra_scale_factor"]
+    assert reason.startswith("0.2 is optimizer.muon.adjust_lr_fn=match_rms_adamw")
     assert reasons["wsd"]["lr_wsd_decay_style"] == "optimizer.decay_shape has linear, cosine and sqrt"
     assert made["sqrt"].sections["optimizer"]["decay_shape"] == "sqrt"
 

@@ -54,7 +54,9 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
     writer.close()
 
 
-FORMS, REFUSED = yaml.safe_load(Path(__file__).with_name("compare.yaml").read_text(encoding="utf-8")).values()
+TABLES = yaml.safe_load(Path(__file__).with_name("compare.yaml").read_text(encoding="utf-8"))
+FORMS = TABLES["forms"]
+REFUSED = TABLES["refused"]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -96,7 +98,7 @@ def test_no_curve_is_refused(cli: CommandLine) -> None:
         assert problem in cli.sentence("compare", "run", name)
 
 
-def test_largest_difference(cli: CommandLine) -> None:
+def test_the_largest_difference_and_the_verdict_are_told(cli: CommandLine) -> None:
     for golden, options, code, largest, result in (
         ("4\n3\n2\n", [], 0, "0 at step 1: loss 4 in A, 4 in B", "within the tolerance (0.01)"),
         ("4\n2.98\n2\n", [], 0, "0.00671 at step 2: loss 3 in A, 2.98 in B", "within the tolerance (0.01)"),
@@ -200,7 +202,7 @@ def grown(first: float, factor: float = 1.5, from_step: int = 1) -> dict[int, fl
     ],
     ids=["grows", "grows after a change", "bits", "jump", "from the start"],
 )
-def test_growth_of_rounding_is_told(
+def test_a_difference_that_grows_from_rounding_is_told(
     losses: dict[int, float], options: list[str], grows_from: int | None, cli: CommandLine
 ) -> None:
     write_run(Path("a"), losses=losses, mesh=DATA_PARALLEL)

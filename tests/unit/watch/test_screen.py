@@ -369,7 +369,8 @@ def test_a_failure_is_told_with_the_command_that_resumes(failed: Path, cli: Comm
 
     async def body(_: Pilot[None]) -> None:
         words = " ".join(picture(app).split())
-        assert "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory). 50 steps since" in words
+        told = "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory). 50 steps since checkpoint"
+        assert told in words
         assert "parallel.pipeline=2 --nproc 16 --run-dir runs/gpt3-tiny-1" in words
         assert "lost time" in words
 

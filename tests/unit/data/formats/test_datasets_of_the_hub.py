@@ -16,7 +16,9 @@ from tests.loopback_hub import TOKEN, Site, serve
 from tests.unit.data.small_runs import stories
 
 TEXTS = stories()[:100]
-CARD, REFUSED = yaml.safe_load(Path(__file__).with_name("hub.yaml").read_text(encoding="utf-8")).values()
+TABLES = yaml.safe_load(Path(__file__).with_name("hub.yaml").read_text(encoding="utf-8"))
+CARD = TABLES["card"]
+REFUSED = TABLES["refused"]
 
 
 def parquet(texts: list[str]) -> bytes:

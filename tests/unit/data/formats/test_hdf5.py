@@ -192,7 +192,7 @@ def test_a_value_that_no_model_reads_is_named_when_it_is_read(
         ({"input_ids": "f4"}, ": input_ids (float32 of shape [8, 16]) must hold integers"),
         (
             dict.fromkeys(KEYS, np.s_[:0]),
-            ": input_ids (0 rows) must have as many as the other arrays (1), and at least",
+            ": input_ids (0 rows) must have as many as the other arrays (1), and at least 1: remove the file",
         ),
     ],
 )

@@ -106,7 +106,8 @@ def test_a_text_goes_first_and_folders_hold_many_files(tmp_path: Path) -> None:
 
 def test_ends_of_rows_are_said_and_put_on_request(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", ROWS)
-    assert prepared(path).summary.endswith(": data.append_eod=true puts an end of document after each")
+    said = "rows end with different tokens: data.append_eod=true puts an end of document after each"
+    assert prepared(path).summary.endswith(said)
     ended = list(chain.from_iterable([*row, 500] for row in ROWS))
     assert tokens(path, append_eod=True, eod_token=500) == ended
     assert tokens(lines(tmp_path / "b.jsonl", [[*row, 500] for row in ROWS]), append_eod=True, eod_token=500) == ended
@@ -121,6 +122,7 @@ def test_rows_that_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for row, says in (
         ([1, 600], "token 1 (600) must be in 0 … 511: set model.vocab_size to that of the tokenizer"),
+        ([5, -1], "token 1 (-1) must be in 0 … 511"),
         ([5, 1.5], "token 1 (1.5) must be a whole number"),
         ([True], "token 0 (true) must be a whole number"),
         ("abc", "the field 'input_ids' must hold a list of whole numbers, not str (data.text_key)"),

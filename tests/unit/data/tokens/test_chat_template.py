@@ -26,7 +26,13 @@ CHAT = [
     {"role": "assistant", "content": "Once upon a time, a fox."},
 ]
 TEMPLATES = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
-QWEN, LLAMA, MARKED, THINKING, TOOLS, ENDLESS, FAULTS = TEMPLATES.values()
+QWEN = TEMPLATES["qwen"]
+LLAMA = TEMPLATES["llama"]
+MARKED = TEMPLATES["marked"]
+THINKING = TEMPLATES["thinking"]
+TOOLS = TEMPLATES["tools"]
+ENDLESS = TEMPLATES["endless"]
+FAULTS = TEMPLATES["faults"]
 
 
 def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:

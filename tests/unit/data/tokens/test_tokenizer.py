@@ -124,7 +124,7 @@ def test_fault_10_a_tokenizer_may_have_no_end_of_a_document(tmp_path: Path) -> N
     wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "the"])
     tokenizer = open_user_tokenizer(str(tmp_path), 100)
     assert DocumentMarks.of(tokenizer, append_eod=False, prepend_bos=None) == DocumentMarks(None, None)
-    wanted = r"tokenizer\.json has no token that ends a document .*: name one as eos_token .*, or set data\.append_eod"
+    wanted = r"no token that ends a document .*: name one as eos_token .*, or set data\.append_eod=false"
     with pytest.raises(DataError, match=wanted):
         DocumentMarks.of(tokenizer, append_eod=None, prepend_bos=None)
     config = load_config("gpt-tiny", ["data.eod_mask_loss=true", "data.path=x"])

@@ -303,7 +303,9 @@ def fast_tokenizer(folder: Path, **files: object) -> tuple[Path, int]:
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
 NAMED = "the <x> fox<PAD>over <|im_end|> a<two>  <two>b <x><x> dog</s> <image>"
 BESIDE = yaml.safe_load(Path(__file__).with_name("files_beside.yaml").read_text(encoding="utf-8"))
-ADDED, CHECKPOINTS, CONTRADICTIONS = BESIDE.values()
+ADDED = BESIDE["added"]
+CHECKPOINTS = BESIDE["checkpoints"]
+CONTRADICTIONS = BESIDE["contradictions"]
 
 
 @pytest.mark.parametrize("files", ADDED)
